@@ -176,13 +176,17 @@ def has_exited(marker: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
     """Return whether a process of this host has exited.
 
     The process id decides within this PID namespace. In other PID namespaces, the lock on the
-    liveness file decides.
+    liveness file decides. It decides too after another boot: a reboot frees the lock, but a process
+    of another machine with this host name, such as a container's, may hold it.
 
     Raises:
         OSError: The state of the process cannot be read.
     """
     if marker.boot_id != boot_id(root):
-        return True
+        try:
+            return _is_unlocked(path)
+        except OSError:  # some network file systems lack locks
+            return True
     if marker.pid_namespace != pid_namespace(root):
         return _is_unlocked(path)
     try:

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 from ..common import accelerator
 from ..common.format_numbers import format_bytes
 from ..common.report_files import write_or_warn
+from ..devices.cuda_allocator import dump_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -67,22 +69,33 @@ class LeakTracer:
         if baseline is None:
             return
         self._done = True
+        try:
+            self._write(baseline)
+        finally:
+            tracemalloc.stop()
+            if self._has_history:
+                self._has_history = False
+                accelerator.current.stop_memory_history()
+
+    def _write(self, baseline: tracemalloc.Snapshot) -> None:
         traced = tracemalloc.take_snapshot()
         tracemalloc.stop()
         folder = self._folder()
-        if folder is not None:
-            path = folder / "memory" / f"leak-rank-{self._rank}.txt"
-            grown = _live_tensors() - self._tensors
-            write_or_warn(path, _report_text(traced, baseline, grown), mode=0o600)
-            logger.warning("allocation sites of leaking memory written to %s", path)
+        if folder is None:
+            return
+        path = folder / "memory" / f"leak-rank-{self._rank}.txt"
+        grown = _live_tensors() - self._tensors
+        write_or_warn(path, _report_text(traced, baseline, grown), mode=0o600)
+        logger.warning("allocation sites of leaking memory written to %s", path)
         if self._has_history:
-            self._stop_device_history(folder)
+            _write_device_history(path.with_suffix(".pickle"))
 
-    def _stop_device_history(self, folder: Path | None) -> None:
-        if folder is not None:
-            path = folder / "memory" / f"leak-rank-{self._rank}.pickle"
-            accelerator.current.dump_memory_snapshot(str(path))
-        accelerator.current.stop_memory_history()
+
+def _write_device_history(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)  # of an earlier attempt
+    if not dump_snapshot(accelerator.current.kind, path):
+        logger.warning("allocations on the device could not be written to %s", path)
 
 
 def _report_text(

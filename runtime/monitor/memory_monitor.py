@@ -23,7 +23,7 @@ from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.offload.traffic import OffloadTraffic
 from ..memory.oom.error_report import OomReporter
 from ..memory.oom.killed_ranks import detect_killed_ranks
-from ..memory.oom.oom_error import is_caused_by_oom
+from ..memory.oom.oom_finder import OomFinder
 from .log_file import RETRY_SECONDS
 from .memory_analysis import MemoryAnalysis
 from .oom_context import EngineOomContext, MemoryParts
@@ -82,6 +82,7 @@ class MemoryMonitor:
             on_exception=self._on_exception,
             detail_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
+        self._oom_finder = OomFinder()
         self._oom_reporter = self._new_oom_reporter() if settings.enabled else None
         self._oom_device = "cpu"
         self.catch_up: Callable[[float], None] = lambda seconds: None
@@ -120,9 +121,14 @@ class MemoryMonitor:
 
         The error may come from code outside the engine.
         """
-        if error is not None and self._oom_reporter is not None and is_caused_by_oom(error):
-            self._on_exception(error, is_end=True)
-            self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
+        if error is None or self._oom_reporter is None or not self.is_caused_by_oom(error):
+            return
+        self._on_exception(error, is_end=True)
+        self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
+
+    def is_caused_by_oom(self, error: BaseException) -> bool:
+        """Return whether memory ran out, in this process or in a worker of its data loader."""
+        return self._oom_finder.is_caused_by_oom(error)
 
     def limit_bytes(self, device: str) -> float | None:
         """Read the present limit of a device's memory. Peaks of the step are kept."""
@@ -161,7 +167,8 @@ class MemoryMonitor:
             forecasts=self.analysis.forecasts,
             leaks=self.analysis.leaks,
         )
-        return OomReporter(self._context.identity.rank, EngineOomContext(self._context, parts))
+        context = EngineOomContext(self._context, parts)
+        return OomReporter(self._context.identity.rank, context, self._oom_finder)
 
     def _periodic_tasks(self) -> list[Callable[[], object]]:
         """Return the functions to call every second. If one fails, the others still run."""
@@ -223,7 +230,7 @@ class MemoryMonitor:
         Runs on the training thread.
         """
         if self._oom_reporter is not None:
-            if is_caused_by_oom(error):
+            if self.is_caused_by_oom(error):
                 self.catch_up(CATCH_UP_SECONDS)
             oom = self._oom_reporter.on_error(error, is_end=is_end)
             if oom is not None:

@@ -194,6 +194,13 @@ def _check_host_name(job: Job) -> Finding:
 
 def check_nvml(job: Job) -> Iterator[Finding]:
     """Report what NVML reads, lost GPUs, whether memory is free, and links below their width."""
+    import torch
+
+    if torch.version.hip is not None:
+        yield skipped(
+            "NVML: torch was built for ROCm; utilization, power and health of AMD GPUs are not read"
+        )
+        return
     inventory = nvml_inventory()
     if inventory is None:
         if accelerator.current.is_available():
@@ -206,13 +213,21 @@ def check_nvml(job: Job) -> Iterator[Finding]:
         return
     if not inventory.devices:
         yield skipped(f"the driver {inventory.driver} has no GPU")
-    hidden = _hidden_gpus(inventory)
+    hidden, has_slices = _hidden_gpus(inventory), _has_slices()
     for number, gpu in enumerate(inventory.devices):
         if gpu.uuid in hidden:
             chosen = os.environ["CUDA_VISIBLE_DEVICES"]
             yield skipped(f"GPU {number} {gpu.name}: hidden by CUDA_VISIBLE_DEVICES={chosen}")
         else:
-            yield from check_gpu(number, gpu)
+            yield from check_gpu(number, gpu, is_sliced=has_slices)
+
+
+def _has_slices() -> bool:
+    """Return whether the job runs in MIG slices, whose GPUs other jobs may use too."""
+    device = accelerator.current
+    if not device.is_available():
+        return False
+    return any(device.is_slice(index) for index in range(device.device_count()))
 
 
 def _hidden_gpus(inventory: NvmlInventory) -> set[str]:
@@ -229,19 +244,21 @@ def _hidden_gpus(inventory: NvmlInventory) -> set[str]:
     return every - seen if len(seen) == len(chosen.split(",")) and seen <= every else set()
 
 
-def check_gpu(number: int, gpu: GpuFacts) -> Iterator[Finding]:
+def check_gpu(number: int, gpu: GpuFacts, *, is_sliced: bool = False) -> Iterator[Finding]:
     """Report faults of one GPU.
 
     Args:
         number: NVML's index.
         gpu: What NVML reports.
+        is_sliced: Whether the job runs in MIG slices. The memory of the other slices is not its
+            own, so it is not judged.
     """
     name, faults = f"GPU {number} {gpu.name}", 0
     if gpu.error is not None and gpu.error[0] in _LOST_ADVICE:
         code, reason = gpu.error
         yield failed(f"{name}: the driver does not reach it: {reason}", _LOST_ADVICE[code])
         return
-    if gpu.total_bytes and gpu.used_bytes is not None:
+    if gpu.total_bytes and gpu.used_bytes is not None and not is_sliced:
         free = gpu.total_bytes - gpu.used_bytes
         if free < _LEAST_FREE_RATIO * gpu.total_bytes:
             faults += 1
@@ -265,6 +282,8 @@ def check_gpu(number: int, gpu: GpuFacts) -> Iterator[Finding]:
     if gpu.used_bytes is None:
         reason = "" if gpu.error is None else f": {gpu.error[1]}"
         yield ok(f"{name}: NVML does not report its memory{reason}")
+    elif is_sliced:
+        yield ok(f"{name}: read by NVML; the job uses MIG slices, so memory in use is not judged")
     else:
         yield ok(f"{name}: read by NVML, {format_bytes(gpu.total_bytes)}, unused")
 

@@ -21,7 +21,8 @@ from ...common.phase_timer import GENERATE_PHASE
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .evidence import OomContext, OomEvidence, TrainingSetup, collect_evidence, complete_device
-from .oom_error import OomError, find_oom_error
+from .oom_error import OomError
+from .oom_finder import OomFinder
 from .predicted_savings import PredictedSaving, nothing_fits
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,9 @@ class OomReporter:
     A lack of memory or disk space raises no exception here. `FailOpen` handles other failures.
     """
 
-    def __init__(self, rank: int, context: OomContext) -> None:
+    def __init__(self, rank: int, context: OomContext, finder: OomFinder | None = None) -> None:
         self._rank = rank
+        self._finder = finder or OomFinder()
         self._context = context
         self._host = socket.gethostname()
         self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
@@ -80,7 +82,7 @@ class OomReporter:
             The parsed error, which the caller counts. None if the error is not an out-of-memory
             error, or if it was reported already.
         """
-        oom_error = find_oom_error(error)
+        oom_error = self._finder.find(error)
         if oom_error is None or self._is_known(oom_error[0], error, is_end=is_end):
             return None
         oom = oom_error[1]

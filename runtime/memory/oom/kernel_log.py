@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ _RECORD = re.compile(r"^\d+,\d+,(\d+),[^;]*;(.*)$")
 _CGROUP = re.compile(r"^oom-kill:.*\btask_memcg=([^,]+),.*\bpid=(\d+)")
 _KILL = re.compile(r"(?:Out of memory|out of memory).*: Killed process (\d+) ")
 _READ_BYTES = 8192  # a record is shorter
+# Maximum error of the times below: the clock of the log and CLOCK_MONOTONIC_RAW start within a
+# second of each other, and their drift from the time of day is not quite constant.
+CLOCK_ERROR_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class OomKill:
 
     Attributes:
         pid: The process id in the PID namespace of the machine.
-        at_unix_seconds: When the kernel logged it.
+        at_unix_seconds: When the kernel logged it, to within `CLOCK_ERROR_SECONDS`.
         cgroup: The path of the process's memory cgroup, as the machine sees it; "" if not logged.
     """
 
@@ -52,26 +56,25 @@ def read_kernel_log(root: Path = ROOT) -> KernelLog | None:
     """
     try:
         text = _records(root / "dev/kmsg")
-        boot = next(
-            float(line.split()[1])
-            for line in (root / "proc/stat").read_text().splitlines()
-            if line.startswith("btime ")
-        )
-    except (OSError, StopIteration, ValueError):
+    except OSError:
         return None
+    # NTP corrects the first clock, but neither the second nor that of the log, which drift alike.
+    corrected = time.clock_gettime(time.CLOCK_MONOTONIC)
+    boot = time.time() - corrected
+    rate = corrected / time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
     records = [match for line in text.splitlines() if (match := _RECORD.match(line))]
     if not records:
         return None
     cgroups: dict[int, str] = {}
     kills = []
     for record in records:
-        at, message = boot + int(record[1]) / 1e6, record[2]
+        at, message = boot + rate * int(record[1]) / 1e6, record[2]
         if summary := _CGROUP.match(message):
             cgroups[int(summary[2])] = summary[1]
         elif kill := _KILL.search(message):
             pid = int(kill[1])
             kills.append(OomKill(pid=pid, at_unix_seconds=at, cgroup=cgroups.pop(pid, "")))
-    return KernelLog(kills=tuple(kills), since_unix_seconds=boot + int(records[0][1]) / 1e6)
+    return KernelLog(kills=tuple(kills), since_unix_seconds=boot + rate * int(records[0][1]) / 1e6)
 
 
 def _records(path: Path) -> str:

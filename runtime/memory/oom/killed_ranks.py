@@ -36,7 +36,13 @@ from ...common.log_tail import last_lines
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .error_report import format_percent, format_shapes
-from .kernel_log import MACHINE_PID_NAMESPACE, KernelLog, OomKill, read_kernel_log
+from .kernel_log import (
+    CLOCK_ERROR_SECONDS,
+    MACHINE_PID_NAMESPACE,
+    KernelLog,
+    OomKill,
+    read_kernel_log,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +235,8 @@ def classify_exit(
     """
     then = process.kills
     if not same_boot:
-        return _by_readings("the machine has rebooted since", limit_ratio, risk_ratio)
+        prefix = "the machine has rebooted since, or this host name is now another machine's"
+        return _by_readings(prefix, limit_ratio, risk_ratio)
     cgroup, host = _increase(then.cgroup, now.cgroup), _increase(then.host, now.host)
     is_counted = cgroup is not None and then.cgroup_inode == now.cgroup_inode
     if is_counted and cgroup is not None and (cgroup == 0 or cgroup >= died_together):
@@ -272,7 +279,7 @@ def _by_log(
     process: ProcessMarker, log: KernelLog, last_seen: tuple[float, float] | None
 ) -> ExitFinding | None:
     """Classify an exit by the kernel's log, or return None if the log does not decide."""
-    since = process.started_at_unix_seconds
+    since = process.started_at_unix_seconds - CLOCK_ERROR_SECONDS
     kills = [kill for kill in log.kills if kill.at_unix_seconds >= since]
     if process.pid_namespace == MACHINE_PID_NAMESPACE:
         for kill in kills:
@@ -282,9 +289,11 @@ def _by_log(
         if log.since_unix_seconds <= since:
             reason = "the kernel's log names other processes since, but not this process id"
             return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
-    if last_seen is None or log.since_unix_seconds > last_seen[0]:
+    if last_seen is None:
         return None
-    earliest, latest = last_seen
+    earliest, latest = last_seen[0] - CLOCK_ERROR_SECONDS, last_seen[1] + CLOCK_ERROR_SECONDS
+    if log.since_unix_seconds > earliest:
+        return None
     in_time = [kill for kill in kills if earliest <= kill.at_unix_seconds <= latest]
     if not in_time:
         reason = "the kernel's log has no kill at the time when this rank exited"

@@ -5,6 +5,7 @@ The report that the next start makes of such files is tested in `test_killed_ran
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -98,6 +99,23 @@ def test_the_lock_decides_about_a_process_of_another_pid_namespace(root: Path, l
     (root / "free").touch()
 
     assert not has_exited(elsewhere, root / "locked", root)
+    assert has_exited(elsewhere, root / "free", root)
+
+
+def test_the_lock_decides_about_a_process_of_another_boot(
+    root: Path, lock: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be alive on another machine of this name, which a shared folder shows."""
+    elsewhere = replace(MARKER, boot_id="that-boot")
+    (root / "free").touch()
+
+    alive, left = (has_exited(elsewhere, root / name, root) for name in ("locked", "free"))
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert (alive, left) == (False, True)
     assert has_exited(elsewhere, root / "free", root)
 
 

@@ -25,6 +25,7 @@ from zerowatch.runtime.instrumentation.watch_context import WatchContext
 from zerowatch.runtime.memory import leak_monitor, memory_reader
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.oom.killed_ranks import KilledRank
+from zerowatch.runtime.memory.oom.oom_finder import OomFinder
 from zerowatch.runtime.memory.step_sample import DetailedSample, StepMemorySample
 from zerowatch.runtime.monitor import memory_monitor
 from zerowatch.runtime.monitor.memory_monitor import MemoryMonitor
@@ -289,6 +290,24 @@ def test_an_error_from_outside_the_engine_is_reported_when_it_ends_the_run(
     assert job.value(memory.OOMS, "cpu", "raised") == 1
     assert job.value(memory.OOMS, "cpu", "fatal") == 1
     assert "out of memory" in caplog.text
+
+
+@pytest.mark.parametrize(("kills", "is_oom"), [(1, True), (0, False)])
+def test_a_killed_worker_of_the_data_loader_is_out_of_memory_if_the_kernel_counts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int, is_oom: bool
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
+    monkeypatch.setattr(memory_monitor, "OomFinder", lambda: OomFinder(tmp_path))
+    job = Job(monkeypatch, watch_context())
+    (tmp_path / "proc/vmstat").write_text(f"oom_kill {5 + kills}\n")
+    error = RuntimeError("DataLoader worker (pid 77) is killed by signal: Killed. ")
+
+    job.monitor.on_run_error(error)
+
+    assert job.monitor.is_caused_by_oom(error) == is_oom
+    assert job.value(memory.OOMS, "cpu", "raised") == is_oom
+    assert job.value(memory.OOMS, "cpu", "fatal") == is_oom
 
 
 def test_memory_that_is_off_is_still_published_without_forecasts_and_reports(

@@ -307,11 +307,25 @@ def test_nvml_is_needed_with_a_gpu_only(
     inventory: NvmlInventory | None,
     expected: tuple[Verdict, str],
 ) -> None:
-    device = SimpleNamespace(is_available=lambda: has_gpu)
+    device = SimpleNamespace(is_available=lambda: has_gpu, device_count=lambda: 0)
     monkeypatch.setattr(accelerator, "current", device)
     monkeypatch.setattr(hardware, "nvml_inventory", lambda: inventory)
 
     assert plain(check_nvml(Job())) == [expected]
+
+
+def test_amd_gpus_need_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(hardware, "nvml_inventory", lambda: None)
+    monkeypatch.setattr(accelerator, "current", SimpleNamespace(is_available=lambda: True))
+
+    assert plain(check_nvml(Job())) == [
+        (
+            Verdict.NOT_APPLICABLE,
+            "NVML: torch was built for ROCm; utilization, power and health of AMD GPUs are not "
+            "read",
+        )
+    ]
 
 
 BUSY, LOST = {"used_bytes": 70 * GIB}, {"error": (15, "GPU is lost")}
@@ -326,7 +340,7 @@ BUSY, LOST = {"used_bytes": 70 * GIB}, {"error": (15, "GPU is lost")}
         (None, ["0", "1"], BUSY, False),
         ("0,1", ["0", "1"], BUSY, False),
         ("1,0", ["1"], LOST, False),  # torch does not see the lost GPU
-        ("MIG-5", ["5"], BUSY, False),
+        ("MIG-5", ["5"], LOST, False),
         ("", [], BUSY, False),
     ],
 )
@@ -344,6 +358,7 @@ def test_a_gpu_that_the_job_cannot_use_is_not_judged(
         is_available=lambda: bool(seen),
         device_count=lambda: len(seen),
         device_uuid=lambda index: seen[index],
+        is_slice=lambda index: (chosen or "").startswith("MIG"),
     )
     devices = (gpu(uuid="GPU-0", **other), gpu(uuid="GPU-1"))
     inventory = NvmlInventory(driver="600", cuda_version=None, devices=devices)
@@ -352,9 +367,36 @@ def test_a_gpu_that_the_job_cannot_use_is_not_judged(
 
     first, second = check_nvml(Job())
 
-    assert (first.verdict == Verdict.NOT_APPLICABLE) == hidden
+    expected = Verdict.WARNING if other is BUSY else Verdict.FAILED
+    assert first.verdict == (Verdict.NOT_APPLICABLE if hidden else expected)
     assert first.text.startswith("GPU 0 H100") and (f"={chosen}" in first.text) == hidden
     assert second.verdict == Verdict.OK
+
+
+def test_in_slices_the_memory_in_use_is_not_judged_but_lanes_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other jobs use the other slices, and the other GPUs of the host."""
+    device = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        device_uuid=lambda index: "5",
+        is_slice=lambda index: True,
+    )
+    narrow: dict[str, Any] = {"pcie": (5, 8)}
+    devices = (gpu(**BUSY), gpu(**BUSY, **narrow))
+    inventory = NvmlInventory(driver="600", cuda_version=None, devices=devices)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5")
+    monkeypatch.setattr(accelerator, "current", device)
+    monkeypatch.setattr(hardware, "nvml_inventory", lambda: inventory)
+
+    assert plain(check_nvml(Job())) == [
+        (
+            Verdict.OK,
+            "GPU 0 H100: read by NVML; the job uses MIG slices, so memory in use is not judged",
+        ),
+        (Verdict.WARNING, "GPU 1 H100: PCIe uses 8 lanes of 16"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.clock import set_clock
 from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
@@ -33,6 +36,7 @@ from zerowatch.runtime.common.liveness_file import (
     has_exited,
     read_marker,
 )
+from zerowatch.runtime.memory.oom import kernel_log as kernel_log_file
 from zerowatch.runtime.memory.oom import killed_ranks
 from zerowatch.runtime.memory.oom.kernel_log import (
     MACHINE_PID_NAMESPACE,
@@ -170,6 +174,45 @@ CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
         "the kernel's log names a process of this rank's cgroup, killed at 1970-01-01 00:18:20 UTC "
         "in the memory cgroup /docker/abc/job",
     ),
+    "in a container, the kill was before its last record by the kernel's clock": (
+        {
+            "process": process(pid_namespace="pid:[4026532000]", started_at_unix_seconds=1100.5),
+            "log": kernel_log(pid=7, cgroup="/docker/abc/job"),
+            "last_seen": (1100.9, 1160.9),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+        },
+        ExitCause.PROBABLY_OOM_KILLER,
+        "the kernel's log names a process of this rank's cgroup, killed at 1970-01-01 00:18:20 UTC "
+        "in the memory cgroup /docker/abc/job",
+    ),
+    "in a container, the kill was seconds before its last record": (
+        {
+            "process": process(pid_namespace="pid:[4026532000]"),
+            "log": kernel_log(pid=7, cgroup="/docker/abc/job"),
+            "last_seen": (1102.1, 1162.1),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+        },
+        ExitCause.OTHERWISE,
+        "the kernel's log has no kill at the time when this rank exited",
+    ),
+    "in a container, the kernel's log begins just before its last record": (
+        {
+            "process": process(pid_namespace="pid:[4026532000]"),
+            "log": kernel_log(pid=7, since=1200.0),
+            "last_seen": (1201.9, 1261.9),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+        },
+        ExitCause.UNKNOWN,
+        "it has killed 1 process(es) on this host since, in an unknown cgroup; no sign of it",
+    ),
+    "the kernel's log begins just before the start of the process": (
+        {
+            "log": kernel_log(pid=7, since=998.1),
+            "now": now(cgroup=None, cgroup_inode=None, host=4),
+        },
+        ExitCause.UNKNOWN,
+        "it has killed 1 process(es) on this host since, in an unknown cgroup; no sign of it",
+    ),
     "the cgroup was created again": (
         {"now": now(cgroup=9, cgroup_inode=78)},
         ExitCause.OTHERWISE,
@@ -178,18 +221,18 @@ CAUSES: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
     "another boot": (
         {"now": now(cgroup=9, host=9), "same_boot": False},
         ExitCause.UNKNOWN,
-        "the machine has rebooted since; no sign of it",
+        "the machine has rebooted since, or this host name is now another machine's; no sign of it",
     ),
     "another boot, and it was near its limit": (
         {"now": OomKillCounts(), "same_boot": False, "limit_ratio": 0.95, "risk_ratio": 0.8},
         ExitCause.PROBABLY_OOM_KILLER,
-        "the machine has rebooted since; its last peak was 95 % of the limit and its last "
-        "risk was 80 %",
+        "the machine has rebooted since, or this host name is now another machine's; its last peak "
+        "was 95 % of the limit and its last risk was 80 %",
     ),
     "another boot, and it was far from its limit": (
         {"now": OomKillCounts(), "same_boot": False, "limit_ratio": 0.02, "risk_ratio": 0.8},
         ExitCause.UNKNOWN,
-        "the machine has rebooted since; no sign of it",
+        "the machine has rebooted since, or this host name is now another machine's; no sign of it",
     ),
     "no counters": (
         {"now": OomKillCounts(), "limit_ratio": 0.5, "risk_ratio": 0.1},
@@ -222,19 +265,26 @@ oom_memcg=/job,task_memcg=/job/rank,task=python,pid=4711,uid=0
 """
 
 
-def test_the_kernel_s_log_gives_process_time_and_cgroup_of_each_kill(tmp_path: Path) -> None:
-    for name, text in {"dev/kmsg": KMSG, "proc/stat": "cpu 1 2\nbtime 1700000000\n"}.items():
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(text)
+def test_the_kernel_s_log_gives_process_time_and_cgroup_of_each_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As seen, without NTP's corrections a clock is late, here by 1 %.
+    clocks = {time.CLOCK_MONOTONIC_RAW: 100.0, time.CLOCK_MONOTONIC: 101.0}
+    set_clock(
+        monkeypatch, kernel_log_file, time=lambda: 1700000101.0, clock_gettime=clocks.__getitem__
+    )
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kmsg").write_text(KMSG)
 
     log = read_kernel_log(tmp_path)
 
+    approx = partial(pytest.approx, rel=0, abs=1e-3)
     assert log == KernelLog(
         kills=(
-            OomKill(pid=4711, at_unix_seconds=1700000050.2, cgroup="/job/rank"),
-            OomKill(pid=4712, at_unix_seconds=1700000060.0, cgroup=""),
+            OomKill(pid=4711, at_unix_seconds=approx(1700000050.702), cgroup="/job/rank"),
+            OomKill(pid=4712, at_unix_seconds=approx(1700000060.6), cgroup=""),
         ),
-        since_unix_seconds=1700000001.0,
+        since_unix_seconds=approx(1700000001.01),
     )
 
 
@@ -598,7 +648,7 @@ def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
     leave_markers(tmp_path / "one", *workers)
     exits = {2: -signal.SIGKILL, 0: 1, 3: -signal.SIGTERM}
 
-    write_notes(tmp_path, {rank: 100 + rank for rank in range(4)} | {7: 107}, failures(exits))
+    write_notes([tmp_path], {rank: 100 + rank for rank in range(4)} | {7: 107}, failures(exits))
 
     notes = [read_exit_notes(tmp_path / "one", worker)[0] for worker in workers]
     assert [note.text for note in notes] == [
@@ -615,7 +665,7 @@ def test_the_launcher_notes_why_it_ended_healthy_ranks(tmp_path: Path) -> None:
     workers = [process(rank=rank, pid=100 + rank, host=host) for rank in range(2)]
     leave_markers(tmp_path / "one", *workers)
 
-    note_ended_workers(tmp_path, {0: 100, 1: 101, 2: 102}, "node host7 was lost")
+    note_ended_workers([tmp_path], {0: 100, 1: 101, 2: 102}, "node host7 was lost")
 
     for worker in workers:
         (note,) = read_exit_notes(tmp_path / "one", worker)
@@ -630,9 +680,9 @@ def test_the_launcher_prints_one_line_on_the_rank_that_exited_first(
     host = socket.gethostname()
     leave_markers(tmp_path / "one", *(process(rank=r, pid=100 + r, host=host) for r in range(2)))
 
-    write_notes(tmp_path, {0: 100, 1: 101}, failures({1: -signal.SIGSEGV, 0: -signal.SIGTERM}))
-    write_notes(tmp_path, {2: 102, 3: 103}, failures({3: 1, 2: -signal.SIGTERM}))
-    write_notes(tmp_path, {4: 104}, failures({4: -signal.SIGKILL}))
+    write_notes([tmp_path], {0: 100, 1: 101}, failures({1: -signal.SIGSEGV, 0: -signal.SIGTERM}))
+    write_notes([tmp_path], {2: 102, 3: 103}, failures({3: 1, 2: -signal.SIGTERM}))
+    write_notes([tmp_path], {4: 104}, failures({4: -signal.SIGKILL}))
 
     killed, raised, unknown = capsys.readouterr().err.splitlines()
     assert killed == (
@@ -653,7 +703,7 @@ def test_the_launcher_prints_the_line_too_if_the_notes_cannot_be_written(
     leave_markers(tmp_path / "one", process(pid=100, host=host))
     (tmp_path / "one" / "exits").touch()  # no folder, as on a full disk
 
-    write_notes(tmp_path, {0: 100}, failures({0: -signal.SIGKILL}))
+    write_notes([tmp_path], {0: 100}, failures({0: -signal.SIGKILL}))
 
     line, error = capsys.readouterr().err.splitlines()
     assert line.startswith("zerowatch: rank 0 was the first rank of this host to fail, by SIGKILL")
@@ -668,9 +718,9 @@ def test_ranks_that_were_killed_after_the_loss_of_a_node_were_not_out_of_memory(
     workers = [process(rank=rank, pid=100 + rank, host=host) for rank in range(2)]
     leave_markers(tmp_path / "one", *workers)
     pids, exits = {0: 100, 1: 101}, failures({0: 1, 1: -signal.SIGKILL})
-    write_notes(tmp_path, pids, exits)
+    write_notes([tmp_path], pids, exits)
 
-    note_killed_ranks(tmp_path, pids, exits, "host7")
+    note_killed_ranks([tmp_path], pids, exits, "host7")
 
     first, killed = (read_exit_notes(tmp_path / "one", worker) for worker in workers)
     assert [note.text for note in first] == ["was the first rank of this host to fail, with code 1"]
@@ -694,8 +744,8 @@ def hanging_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 def test_the_launcher_does_not_wait_for_a_run_folder_that_hangs(
     hanging_runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    note_ended_workers(hanging_runs, {0: 100}, "node host7 was lost")
-    write_notes(hanging_runs, {0: 100}, failures({0: 1}))
+    note_ended_workers([hanging_runs], {0: 100}, "node host7 was lost")
+    write_notes([hanging_runs], {0: 100}, failures({0: 1}))
 
     ended, failed, line = capsys.readouterr().err.splitlines()
     assert str(hanging_runs) in ended
@@ -721,7 +771,7 @@ def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_
     for name, each in others.items():
         leave_markers(tmp_path / name, each)
 
-    write_notes(tmp_path, {0: own.pid}, failures({0: -signal.SIGKILL}))
+    write_notes([tmp_path], {0: own.pid}, failures({0: -signal.SIGKILL}))
 
     assert len(read_exit_notes(tmp_path / "own", own)) == 1
     assert [folder.parent.name for folder in tmp_path.glob("*/exits")] == ["own"]
