@@ -111,6 +111,9 @@ class HostAccelerator:
     def current_stream(self) -> Any:
         return self._stream
 
+    def record_event(self, event: HostEvent, stream: Any) -> None:
+        event.record(stream)
+
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
         yield
