@@ -110,6 +110,10 @@ class CallRecorder(RecorderFields):
         self._messages.clear()
         self.stream_waits.connect(phase_timer)
 
+    def follow_thread(self) -> None:
+        """Make the calling thread the training thread."""
+        self._training_thread = self.stream_waits.training_thread = get_ident()
+
     def begin_step(self, step: int) -> None:
         """Choose whether the next step is sampled. All ranks sample the same steps.
 
@@ -212,12 +216,13 @@ class CallRecorder(RecorderFields):
             elif not reader.use_group_sequence:
                 group.recorded += 1
             elif group.counts_calls:
-                group.recorded -= group.sequence_number(process_group)
+                group.begin_count(calls, process_group)
             is_marked = device_index == ON_CPU or self._mark_start(calls, device_index)
         finally:
             if not is_marked:
                 self._leave_out(calls)
-                self._count_by_sequence(reader, group)
+                if reader.use_group_sequence:
+                    group.end_count(calls)
         return calls if is_marked else None
 
     def on_return(
@@ -229,7 +234,8 @@ class CallRecorder(RecorderFields):
         ended_ns: int,
     ) -> None:
         """Record the end of the calls. For asynchronous calls, arrange to record their end."""
-        self._count_by_sequence(reader, calls[0].group)
+        if reader.use_group_sequence:
+            calls[0].group.end_count(calls)
         try:
             if reader.has_future:
                 self._record_end(calls, work, started_ns, ended_ns)
@@ -248,6 +254,13 @@ class CallRecorder(RecorderFields):
     ) -> None:
         asynchronous = work is not None and hasattr(work, "get_future")
         on_device = calls[0].start_event is not None
+        future = None
+        if asynchronous and not on_device and calls[0].timed:
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's reduce_scatter has no future
+                self._keep_handles(calls, work, started_ns)
+                return
         if on_device:
             blocks = not asynchronous and self.stream_waits.blocks_compute(calls)
         else:
@@ -259,11 +272,11 @@ class CallRecorder(RecorderFields):
                 self._mark_end(call, ended_ns)
             elif on_device:
                 self._find_end_on_device(call, work)
-            elif call.timed:
+            elif future is not None:
                 self._under_way.add(call)
                 key = id(work)
                 self._works[key] = (weakref.ref(work), call)
-                work.get_future().add_done_callback(
+                future.add_done_callback(
                     lambda _, call=call, key=key: self._on_completed(call, key)
                 )
         self._add(calls)
@@ -338,13 +351,6 @@ class CallRecorder(RecorderFields):
         deadline = time.monotonic() + timeout_seconds
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.005)
-
-    def _count_by_sequence(self, reader: CallReader, group: Group) -> None:
-        """Count a call of which the group's sequence number was subtracted before."""
-        if reader.use_group_sequence and group.counts_calls:
-            process_group = group.reference()
-            if process_group is not None and process_group not in self._coalescing:
-                group.recorded += group.sequence_number(process_group)
 
     def _leave_out(self, calls: list[CollectiveCall]) -> None:
         """Give up calls that were not recorded completely, so that nothing waits for them."""
@@ -424,7 +430,7 @@ class CallRecorder(RecorderFields):
             call.wait_ns = perf_counter_ns()
 
     def _keep_handles(self, calls: list[CollectiveCall], works: Any, started_ns: int) -> None:
-        """Record messages. Their end is known only if the script waits for it within the step."""
+        """Record calls without a future: a wait within the step is all that shows their end."""
         for call in calls:
             call.start_ns = call.issued_ns = started_ns
             call.timed = False

@@ -46,7 +46,8 @@ class Function:
         guard: Situations in which all ranks vote before they enter the method.
         use_group_sequence: Whether the process group may count a call as more than one, depending
             on backend and size. The group's own sequence number is then read.
-        has_future: Whether the handle has a future that shows when the operation ended.
+        has_future: Whether the handle has a future that shows when the operation ended. Backends
+            may lack it, as gloo does for reduce_scatter.
         is_p2p_batch: Whether the function takes a list of `P2POp`.
     """
 

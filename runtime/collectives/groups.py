@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ...metrics.catalog.labels import GROUPS, OPS
 from ..common import accelerator
+from ..common.group_backend import backend_name, host_backend
 from ..common.hot_path import BEFORE_ALL as BEFORE_ALL
 from ..common.hot_path import NEVER as NEVER
 from ..common.hot_path import CollectiveCall as CollectiveCall
@@ -73,6 +74,7 @@ class Group(GroupFields):
         sequence_number: Returns the sequence number that counts this record's calls.
         recorded: Number of recorded calls, in units of the group's own sequence number. Counting
             starts at the sequence number `seen_from`.
+        under_way: The calls under way that count by the difference of sequence numbers.
         point_to_point: A second record for messages between two members. Messages do not queue with
             the group's collectives, and may have another role.
         host_record: A second record for the calls on tensors in host memory of a group on a device.
@@ -96,6 +98,7 @@ class Group(GroupFields):
         "seen_from",
         "sequence_number",
         "size",
+        "under_way",
     )
 
     def __init__(
@@ -104,13 +107,13 @@ class Group(GroupFields):
         self.reference = weakref.ref(group)
         self.role = role
         self.size: int = group.size()
-        self.backend = _host_backend(group).name() if for_host else _backend_name(group)
+        self.backend = host_backend(group).name() if for_host else backend_name(group)
         is_of_device = self.backend == accelerator.current.collective_backend
         self.on_device = is_of_device and not for_host
         bound = getattr(group, "bound_device_id", None)
         self.device_index: int | None = None if bound is None else bound.index
         self.sequence_number = _host_sequence_number if for_host else sequence_number
-        counter: Any = _host_backend(group) if for_host else group
+        counter: Any = host_backend(group) if for_host else group
         try:
             self.seen_from: int = counter._get_sequence_number_for_group()
             self.counts_calls = True
@@ -118,6 +121,7 @@ class Group(GroupFields):
             self.seen_from = 0
             self.counts_calls = False
         self.recorded = self.replayed = 0
+        self.under_way: dict[CollectiveCall, UncountedCall] = {}
         self.rank_set = rank_set
         self.point_to_point: Group | None = None
         self.host_record: Group | None = None
@@ -158,6 +162,40 @@ class Group(GroupFields):
             return None
         return self.sequence_number(group) - self.seen_from
 
+    def begin_count(self, calls: Sequence[CollectiveCall], process_group: ProcessGroup) -> None:
+        """Begin to count calls that the process group is about to issue together."""
+        number = self.sequence_number(process_group)
+        self.under_way[calls[0]] = UncountedCall(number, len(calls))
+
+    def end_count(self, calls: Sequence[CollectiveCall]) -> None:
+        """Count the calls of `begin_count`, if it was called, as the process group counted them."""
+        uncounted, process_group = self.under_way.get(calls[0]), self.reference()
+        if uncounted is not None and process_group is not None:
+            number = self.sequence_number(process_group) - uncounted.begins_at
+            self.recorded += number  # before `under_way` changes: another thread may drain
+        self.under_way.pop(calls[0], None)
+
+    def num_under_way(self) -> int:
+        """Return how many calls of `under_way` the group may have counted since the last drain."""
+        return sum(each.num_calls for each in list(self.under_way.values()))
+
+    def drain_under_way(self, missing: int, number: int) -> int:
+        """Return how many calls of `under_way` are among those that this drain has not recorded.
+
+        They count now. When they return, only what the group has counted from now on counts.
+
+        Args:
+            missing: Calls counted but not recorded.
+            number: The group's sequence number up to which this drain counts.
+        """
+        found = 0
+        for each in list(self.under_way.values()):
+            taken = max(0, min(each.num_calls, missing - found))
+            each.num_calls -= taken
+            each.begins_at = number
+            found += taken
+        return found
+
     def records(self) -> list[Group]:
         """Return this record, and the further records of the same process group."""
         found = [self]
@@ -170,6 +208,20 @@ class Group(GroupFields):
         self.role = role
         if self.host_record is not None:
             self.host_record.role = role
+
+
+class UncountedCall:
+    """A call under way whose group may count it as more or less than one.
+
+    Attributes:
+        begins_at: The group's sequence number where the call began, or at the last drain.
+        num_calls: Number of calls that the group may have counted by then and no drain has.
+    """
+
+    __slots__ = ("begins_at", "num_calls")
+
+    def __init__(self, begins_at: int, num_calls: int) -> None:
+        self.begins_at, self.num_calls = begins_at, num_calls
 
 
 class StreamWait:
@@ -286,6 +338,10 @@ class Groups:
             if issued > 0:
                 recorded = sum(each.recorded for each in records)  # gloo counts messages too
                 for each in records:
+                    if each.under_way and each.sequence_number is known.sequence_number:
+                        number = known.seen_from + counted
+                        recorded += each.drain_under_way(issued - recorded, number)
+                for each in records:
                     each.recorded = each.replayed = 0
                     if each.host_record is not None:
                         each.host_record.seen_from += each.host_record.num_issued() or 0
@@ -335,24 +391,9 @@ def sequence_number(group: ProcessGroup) -> int:
 
 def _host_sequence_number(group: ProcessGroup) -> int:
     """Return how many operations on tensors in host memory a group has issued."""
-    number: int = _host_backend(group)._get_sequence_number_for_group()
+    number: int = host_backend(group)._get_sequence_number_for_group()
     return number
 
 
 def _unknown_role(group: ProcessGroup) -> str:
     return "world" if group is torch.distributed.group.WORLD else "other"
-
-
-def _backend_name(group: ProcessGroup) -> str:
-    """Return the backend for the accelerator's tensors, or else the backend for CPU tensors."""
-    device = accelerator.current
-    try:
-        kind = device.kind if device.is_available() else "cpu"
-        name: str = group._get_backend(torch.device(kind)).name()
-    except RuntimeError:  # a group for CPU tensors in a job on GPUs
-        name = _host_backend(group).name()
-    return name
-
-
-def _host_backend(group: ProcessGroup) -> Any:
-    return group._get_backend(torch.device("cpu"))

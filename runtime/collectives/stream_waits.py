@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ class StreamWaitTracker:
         dropped_in_capture: Number of calls and waits that were left out because a graph was being
             captured.
         replayed_calls: Number of calls in replays of captured graphs.
+        training_thread: Identifier of the training thread.
         device_index: The device on which events are recorded; None until the device is initialized.
     """
 
@@ -52,7 +54,7 @@ class StreamWaitTracker:
         self._is_capturing = self._accelerator.is_capturing
         self._handle_of = self._accelerator.stream_handle
         self._phase_timer: PhaseTimer | None = None
-        self._training_thread = get_ident()
+        self.training_thread = get_ident()
         self.device_index: int | None = None
         self._compute: Stream | None = None
         # The graph that is being captured, and the calls in each captured graph, by group.
@@ -69,7 +71,7 @@ class StreamWaitTracker:
         This thread becomes the training thread.
         """
         self._phase_timer = phase_timer
-        self._training_thread = get_ident()
+        self.training_thread = get_ident()
         self.device_index = self._compute = None
         self._events.clear()
         if self._accelerator.is_initialized():
@@ -150,8 +152,9 @@ class StreamWaitTracker:
             return
         carried = self._carried.get(self._handle_of(stream or self._current_stream()))
         self._recorded.pop(event, None)
-        if carried:
-            self._recorded[event] = tuple(carried)
+        calls = _forget_done(carried) if carried else ()
+        if calls:
+            self._recorded[event] = calls
             if len(self._recorded) > MAX_EVENTS:
                 self._recorded.popitem(last=False)  # in one step, as other threads record events
 
@@ -160,6 +163,8 @@ class StreamWaitTracker:
         carried = self._recorded.get(event)
         if carried:
             self._awaited(stream or self._current_stream(), carried)
+            if not any(map(_may_block, carried)):
+                self._recorded.pop(event, None)
 
     def on_stream_sync(self, stream: Stream) -> None:
         """Record that the host is about to wait for a stream.
@@ -169,18 +174,18 @@ class StreamWaitTracker:
         once the compute stream has run out of work.
         """
         carried = self._carried.get(self._handle_of(stream))
-        if carried and stream != self._compute and is_training_thread(self._training_thread):
+        if carried and stream != self._compute and is_training_thread(self.training_thread):
             self._mark_wait(carried)
             carried.clear()
 
     def on_event_sync(self, event: Event) -> None:
         """Record that the host is about to wait for an event."""
-        if is_training_thread(self._training_thread):
+        if is_training_thread(self.training_thread):
             self._mark_wait(self._recorded.pop(event, ()))
 
     def on_device_sync(self) -> None:
         """Record that the host is about to wait for all streams."""
-        if not is_training_thread(self._training_thread):
+        if not is_training_thread(self.training_thread):
             return
         for carried in list(self._carried.values()):
             self._mark_wait(carried)
@@ -194,16 +199,11 @@ class StreamWaitTracker:
 
     def _carry(self, stream: Stream, calls: Iterable[CollectiveCall]) -> None:
         carried = self._carried.setdefault(self._handle_of(stream), deque(maxlen=MAX_CARRIED))
-        carried.extend(calls)
+        carried.extend(filter(_may_block, list(calls)))  # a copy: other threads may add calls
 
     def _mark_wait(self, calls: Iterable[CollectiveCall]) -> None:
         """Mark this moment on the compute stream for the calls that it has not waited for yet."""
-        # Settled calls ended long before this moment, so the stream does not wait for them.
-        blocking = [
-            call
-            for call in list(calls)  # a copy, because other threads may add calls
-            if call.stream_wait is None and not call.settled and call.start_event is not None
-        ]
+        blocking = list(filter(_may_block, list(calls)))  # a copy: other threads may add calls
         if not blocking or self._compute is None or self.drops_in_capture(len(blocking)):
             return
         wait = StreamWait(self._events.record(self._compute), len(blocking))
@@ -211,6 +211,28 @@ class StreamWaitTracker:
         for call in blocking:
             call.wait_phase = phase
             call.stream_wait = wait
+
+
+def _may_block(call: CollectiveCall) -> bool:
+    """Return whether the compute stream may still have to wait for a call.
+
+    Settled calls ended long before this moment.
+    """
+    return call.stream_wait is None and not call.settled and call.start_event is not None
+
+
+def _forget_done(carried: deque[CollectiveCall]) -> tuple[CollectiveCall, ...]:
+    """Remove the first calls if the compute stream has waited for them, and return the others.
+
+    Otherwise the calls of a stream that others wait for by events only would add up.
+    """
+    calls = tuple(carried)
+    for index, call in enumerate(calls):
+        if _may_block(call):
+            return calls[index:]
+        with suppress(ValueError):  # another thread has removed it
+            carried.remove(call)
+    return ()
 
 
 def is_training_thread(training_thread: int) -> bool:

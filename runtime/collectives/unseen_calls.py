@@ -138,7 +138,9 @@ def num_unseen(groups: Groups) -> dict[str, int]:
     for known in groups.known():
         counted = None if known.on_device else known.num_issued()
         if counted is not None:
-            recorded = sum(each.recorded - each.replayed for each in known.records())
+            recorded = sum(
+                each.recorded - each.replayed + each.num_under_way() for each in known.records()
+            )
             key = known.rank_set.key
             found[key] = found.get(key, 0) + max(0, counted - recorded)
     return found

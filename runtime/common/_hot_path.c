@@ -26,7 +26,7 @@
 #endif
 
 /* Another number for each change of what `hot_path.py` expects, which has the same number. */
-#define VERSION 3
+#define VERSION 4
 
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
@@ -51,7 +51,7 @@ static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_
     *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device,
     *s_counts, *s_losses, *s_loss, *s_step, *s_ended_at, *s_skipped, *s_device_phases,
     *s_micro_batches, *s_samples, *s_tokens, *s_gradient_norm, *s_learning_rate, *s_loss_scale,
-    *s_phase_ns, *s_shape, *s_is_floating_point, *s_storage_offset;
+    *s_phase_ns, *s_shape, *s_is_floating_point, *s_storage_offset, *s_keep_handles;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
 /* Replaces a field by another object. */
@@ -1525,20 +1525,38 @@ add_call(RecordedFunction *self, CollectiveCall *call)
     return result == NULL ? -1 : 0;
 }
 
-/* Arranges that the end of an asynchronous call is recorded. `get_future` is a new reference. */
+/* Records a call whose handle has no future, after the error that it raised. Python code records
+ * the wait for such a handle. */
 static int
-watch_end(RecordedFunction *self, CollectiveCall *call, PyObject *work, PyObject *get_future)
+keep_handle(RecordedFunction *self, CollectiveCall *call, PyObject *work, long long started_ns)
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    PyObject *result = NULL, *calls = Py_BuildValue("[O]", call);
+    PyObject *started = calls == NULL ? NULL : PyLong_FromLongLong(started_ns);
+    if (started != NULL)
+        result = PyObject_CallMethodObjArgs((PyObject *)self->recorder, s_keep_handles, calls, work,
+                                            started, NULL);
+    Py_XDECREF(calls);
+    Py_XDECREF(started);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Arranges that the end of an asynchronous call is recorded. `future` is a new reference. */
+static int
+watch_end(RecordedFunction *self, CollectiveCall *call, PyObject *work, PyObject *future)
 {
     RecorderFields *recorder = self->recorder;
     int status = -1;
-    PyObject *key = NULL, *reference = NULL, *entry = NULL, *future = NULL, *result = NULL;
+    PyObject *key = NULL, *reference = NULL, *entry = NULL, *result = NULL;
     CallEnd *end = NULL;
     if (PySet_Add(recorder->under_way, (PyObject *)call) < 0 ||
         (key = PyLong_FromVoidPtr(work)) == NULL ||
         (reference = PyWeakref_NewRef(work, NULL)) == NULL ||
         (entry = PyTuple_Pack(2, reference, (PyObject *)call)) == NULL ||
         PyDict_SetItem(recorder->works, key, entry) < 0 ||
-        (future = PyObject_CallNoArgs(get_future)) == NULL ||
         (end = PyObject_GC_New(CallEnd, &CallEnd_Type)) == NULL)
         goto done;
     end->recorder = (RecorderFields *)Py_NewRef((PyObject *)recorder);
@@ -1551,10 +1569,9 @@ done:
     Py_XDECREF(key);
     Py_XDECREF(reference);
     Py_XDECREF(entry);
-    Py_XDECREF(future);
+    Py_DECREF(future);
     Py_XDECREF((PyObject *)end);
     Py_XDECREF(result);
-    Py_DECREF(get_future);
     return status;
 }
 
@@ -1622,11 +1639,15 @@ end_call(RecordedFunction *self, CollectiveCall *call, PyObject *work, OnDevice 
     }
     call->start_ns = started_ns;
     call->issued_ns = ended_ns;
-    if (get_future == NULL)
+    if (get_future == NULL) {
         call->end_ns = ended_ns;
-    else if (watch_end(self, call, work, get_future) < 0)
-        return -1;
-    return add_call(self, call);
+        return add_call(self, call);
+    }
+    PyObject *future = PyObject_CallNoArgs(get_future);
+    Py_DECREF(get_future);
+    if (future == NULL)
+        return keep_handle(self, call, work, started_ns);
+    return watch_end(self, call, work, future) < 0 ? -1 : add_call(self, call);
 }
 
 /* Ends a report to Python code, which fails open itself. Releases the result and the exception that
@@ -2948,6 +2969,7 @@ make_names(void)
         {&s_append, "append"},
         {&s_get_future, "get_future"},
         {&s_add_done_callback, "add_done_callback"},
+        {&s_keep_handles, "_keep_handles"},
         {&s_is_cpu, "is_cpu"},
         {&s_data_ptr, "data_ptr"},
         {&s_is_neg, "is_neg"},

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import DsConfigError
+from ..common.group_backend import backend_name
 from ..common.torch_engine import TorchEngine
 from ..memory.oom.predicted_savings import Layout, LayoutBytes
 from .config_reader import STAGES
@@ -140,7 +141,7 @@ def is_data_parallel(engine: Any) -> bool:
 
 def _topology(engine: Any) -> Topology:
     ranks = dist.get_world_size(engine.seq_data_parallel_group)
-    return Topology(world_size=ranks, backend=str(dist.get_backend()))
+    return Topology(world_size=ranks, backend=backend_name())
 
 
 def _with_offload(config: Mapping[str, Any], optimizer: str, parameters: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ...metrics.backoff import Backoff
 from ...metrics.catalog import training
 from ..common import accelerator
-from ..common.launcher_link import send_run_folder
+from ..common.group_backend import backend_name
 from ..common.rank_store import FIRST_POLL_SECONDS, MAX_POLL_SECONDS, RankStore
 from ..instrumentation.watch_context import WatchContext
 from ..live_page.live_page import page_url
@@ -101,8 +101,6 @@ class RunInfoPublisher:
         if self._context.identity.rank != 0 or self._logged:
             return
         self._logged = True
-        if self._folder.path is not None:
-            send_run_folder(self._folder.path)
         logger.info(
             "watching %d rank(s); %s; run log %s",
             self._context.identity.world_size,
@@ -131,7 +129,7 @@ def engine_info(engine: Any, world_size: int) -> tuple[str, ...]:
         version("zerowatch"),
         torch.__version__,
         getattr(sys.modules.get("deepspeed"), "__version__", "none"),
-        dist.get_backend() if dist.is_initialized() else "none",
+        backend_name() if dist.is_initialized() else "none",
         accelerator.device_kind(),
         str(engine.zero_optimization_stage()),
         str(world_size),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..common.group_backend import backend_name
 from .policy.policy_types import JobFacts, ModelTraits
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def job_facts(engine: Any) -> JobFacts:
     parameter_width = parameters[0].element_size() if parameters else gradient_width
     return JobFacts(
         world_size=dist.get_world_size(engine.seq_data_parallel_group),
-        backend=str(dist.get_backend()),
+        backend=backend_name(),
         gradient_bytes=gradient_width * sum(map(_num_elements, trained)),
         parameter_bytes=parameter_width * sum(map(_num_elements, trained)),
         gradient_width=gradient_width,

@@ -13,6 +13,7 @@ from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ...collectives.groups import CollectiveCall, Group, Groups, RankSet
 from ...collectives.unseen_calls import num_unseen
 from ...common.fail_open import FailOpen
+from ...common.group_backend import backend_name
 from ..comparison_thread import ComparisonThread
 from ..exchange.rank_messages import Heartbeat
 from .hang_evidence import CallSummary, RankSetSummary
@@ -149,7 +150,7 @@ def flight_recorder_dump() -> bytes | None:
     NCCL groups have a recorder of their own. All other backends share a common recorder.
     """
     names = ["_dump_fr_trace_json"]
-    if dist.is_initialized() and "nccl" in dist.get_backend():
+    if dist.is_initialized() and backend_name() == "nccl":
         names.insert(0, "_dump_nccl_trace_json")
     for name in names:
         dump: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)

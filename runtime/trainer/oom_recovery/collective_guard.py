@@ -29,6 +29,7 @@ from ....errors import PeerOutOfMemoryError
 from ....metrics.catalog.labels import OWN_GROUP
 from ...collectives.collective_table import Guard, guarded_methods
 from ...collectives.groups import sequence_number
+from ...common.group_backend import backend_name
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.oom_error import is_caused_by_oom
@@ -169,7 +170,7 @@ class CollectiveGuard:
             engine: DeepSpeed's engine.
             changes: Values that change if the collectives of a pass may change.
         """
-        is_used = has_collectives_within_passes(engine) and dist.get_backend() == _BACKEND
+        is_used = has_collectives_within_passes(engine) and backend_name() == _BACKEND
         if self._is_single_rank or not is_used:
             self.recorder.pause()
             return 0
@@ -182,7 +183,7 @@ class CollectiveGuard:
         rest, reason = self.recorder.rest()
         if reason:
             return reason
-        if any(dist.get_backend(call.group) != _BACKEND for call in rest):
+        if any(backend_name(call.group) != _BACKEND for call in rest):
             return f"only collectives of {_BACKEND} are issued with other values"
         issued, num_calls = self._num_issued(), self.recorder.num_calls
         if issued != num_calls:

@@ -188,6 +188,58 @@ def test_of_many_events_of_the_script_the_last_are_kept_and_none_after_the_end(
     assert not kept
 
 
+def test_calls_that_the_compute_stream_has_waited_for_by_events_are_forgotten(
+    rank: DeviceRank,
+) -> None:
+    waits = rank.recorder.stream_waits
+    num_kept = []
+    for _ in range(600):
+        with rank.on_side():
+            rank.reduce(1)
+        event = rank.side.record_event()
+        rank.compute.run(0.4)
+        rank.compute.wait_event(event)
+        num_kept.append(sum(map(len, [*waits._carried.values(), *waits._recorded.values()])))
+
+    (step,) = rank.steps()
+
+    assert max(num_kept) <= 2
+    assert step.exposed_seconds == pytest.approx(600 * 0.0006)
+    assert step.seconds == pytest.approx(600 * 0.001)
+
+
+def test_a_call_behind_one_that_was_waited_for_is_still_carried(rank: DeviceRank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+        first = rank.side.record_event()
+        rank.reduce(20)
+    both = rank.side.record_event()
+    rank.compute.wait_event(first)
+    rank.compute.run(5)
+    rank.compute.wait_event(both)
+
+    (step,) = rank.steps()
+
+    assert step.exposed_seconds == pytest.approx(0.010 + 0.015)
+
+
+def test_an_event_that_another_stream_waits_for_first_still_carries_its_call(
+    rank: DeviceRank,
+) -> None:
+    between = rank.cuda.new_stream()
+    with rank.on_side():
+        rank.reduce(10)
+    event = rank.side.record_event()
+    between.wait_event(event)
+    rank.compute.run(4)
+    rank.compute.wait_event(between.record_event())
+    rank.compute.wait_event(event)  # nothing is left to wait for
+
+    (step,) = rank.steps()
+
+    assert step.exposed_seconds == pytest.approx(0.006)
+
+
 def test_closing_restores_the_original_functions(rank: DeviceRank) -> None:
     during = rank.standing()
     kept = rank.cuda.Stream.synchronize

@@ -320,10 +320,16 @@ def test_a_recorded_call_of_an_earlier_step_does_not_stand_for_one_of_the_next()
 
 def test_unseen_calls_since_the_last_step_are_counted_by_rank_set() -> None:
     def group(
-        key: str, counted: int | None, recorded: int, replayed: int = 0, *, on_device: bool = False
+        key: str,
+        counted: int | None,
+        recorded: int,
+        replayed: int = 0,
+        under_way: int = 0,
+        *,
+        on_device: bool = False,
     ) -> Any:
         found = SimpleNamespace(recorded=recorded, replayed=replayed, num_issued=lambda: counted)
-        found.on_device = on_device
+        found.on_device, found.num_under_way = on_device, lambda: under_way
         found.records, found.rank_set = lambda: [found], SimpleNamespace(key=key)
         return found
 
@@ -333,6 +339,7 @@ def test_unseen_calls_since_the_last_step_are_counted_by_rank_set() -> None:
         group("tp", 4, 4),
         group("tp", 1, 2),  # a call that is about to be issued
         group("pp", 2, 3, replayed=1),  # of a captured graph
+        group("pp", 3, 2, under_way=1),  # a thread waits for a message
         group("gone", None, 0),
         group("fsdp", 9, 0, on_device=True),  # the host may be ahead of it
     ]

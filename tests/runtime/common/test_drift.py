@@ -42,13 +42,15 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "torch.distributed:ProcessGroup",
         "runtime/collectives/groups.py",
-        "_get_sequence_number_for_group _get_backend size",
+        "_get_sequence_number_for_group size",
     ),
+    ("torch.distributed:ProcessGroup", "runtime/common/group_backend.py", "_get_backend"),
     (
         "torch._C._distributed_c10d:Backend",
         "runtime/collectives/groups.py",
-        "_get_sequence_number_for_group name",
+        "_get_sequence_number_for_group",
     ),
+    ("torch._C._distributed_c10d:Backend", "runtime/common/group_backend.py", "name"),
     (
         "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
         "runtime/cli/launcher_notes.py",

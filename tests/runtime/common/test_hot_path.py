@@ -640,7 +640,7 @@ def test_an_end_that_cannot_be_recorded_loses_one_call(
 ) -> None:
     class BrokenWork:
         def get_future(self) -> Any:
-            raise RuntimeError("no future")
+            raise ValueError("no future")  # a RuntimeError: this handle never has one
 
     broken = BrokenWork()
     monkeypatch.setattr(c10d, "all_reduce", lambda tensor, group=None: broken)

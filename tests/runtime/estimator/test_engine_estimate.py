@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from zerowatch.runtime.estimator import engine_estimate
 from zerowatch.runtime.estimator.engine_estimate import engine_shape, estimated_layouts
 
 ROOT, FIRST, SECOND = "", "0", "1"
@@ -85,7 +86,7 @@ def test_layouts_are_estimated_for_the_stages_that_the_engine_supports(
     monkeypatch: pytest.MonkeyPatch, engine: SimpleNamespace, stages: set[int]
 ) -> None:
     monkeypatch.setattr(dist, "get_world_size", {"dp": 2}.__getitem__)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(engine_estimate, "backend_name", lambda: "gloo")
 
     planned = estimated_layouts(engine)
 

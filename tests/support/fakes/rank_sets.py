@@ -37,6 +37,9 @@ class FakeGroup:
     def num_issued(self) -> int:
         return self.recorded + self.num_unseen
 
+    def num_under_way(self) -> int:
+        return 0
+
     def records(self) -> list[FakeGroup]:
         return [self]
 

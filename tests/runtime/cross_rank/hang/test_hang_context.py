@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fakes.cuda_streams import FakeCuda
 from fakes.rank_sets import FakeGroup, FakeGroups
+from fakes.sleeping_collectives import ManualClock
 from torch._C import _distributed_c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
@@ -341,25 +344,27 @@ def test_a_method_that_fails_returns_none_and_the_others_work(group: TwoRanks) -
     ("backend", "records", "found"),
     [
         ("gloo", {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'}, b'{"entries": [1]}'),
-        (
-            "cpu:gloo,cuda:nccl",
-            {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'},
-            b'{"entries": [2]}',
-        ),
+        ("nccl", {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'}, b'{"entries": [2]}'),
         ("nccl", {"fr": b'{"entries": [1]}', "nccl": b"{}"}, b'{"entries": [1]}'),
         ("nccl", {"fr": b"{}", "nccl": b"{}"}, None),
         (None, {"fr": b'{"entries": [1]}', "nccl": b'{"entries": [2]}'}, b'{"entries": [1]}'),
         (None, {}, None),
     ],
 )
-def test_the_flight_recorder_of_the_backend_comes_first(
+def test_the_flight_recorder_of_the_device_s_backend_comes_first(
     monkeypatch: pytest.MonkeyPatch,
     backend: str | None,
     records: dict[str, bytes],
     found: bytes | None,
 ) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_backend", lambda: "undefined")  # the script named none
+    FakeCuda(ManualClock()).patch(monkeypatch)
+    world = {"cuda": backend, "cpu": "gloo"}
+    process_group = SimpleNamespace(
+        _get_backend=lambda device: SimpleNamespace(name=lambda: world[device.type])
+    )
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", process_group)
     for name in ("fr", "nccl"):
         full_name = f"_dump_{name}_trace_json"
         monkeypatch.delattr(_distributed_c10d, full_name, raising=False)

@@ -33,8 +33,12 @@ ZERO_3, OTHER_TRACE = EngineGeneration("settings", "trace"), EngineGeneration("s
 
 
 @pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    """Create the default process group, with this process as its only rank."""
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Create the default process group, with this process as its only rank.
+
+    torch reports its backend as that of a script that named none.
+    """
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "undefined")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
