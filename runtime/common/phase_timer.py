@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import perf_counter_ns
 
 from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
@@ -30,6 +31,9 @@ class PhaseTimer(PhaseClock):
     collectives, and autograd's threads issue some of them.
 
     Attributes:
+        training_thread: Identifier of the thread that made the last step; until the first step, of
+            the thread that made this object.
+        pausing_threads: Identifiers of the other threads that evaluate, save or load now.
         current: The innermost phase, an index of PHASES.
         since_ns: Time of the last change of phase.
         left_training: Set when an evaluation or a checkpoint begins. The reader resets it.
@@ -39,13 +43,34 @@ class PhaseTimer(PhaseClock):
             None.
     """
 
-    __slots__ = ("_clock", "records_intervals")
+    __slots__ = ("_clock", "pausing_threads", "records_intervals", "training_thread")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         super().__init__(now_ns, len(PHASES), OTHER, NON_TRAINING)
         self._clock = now_ns
+        self.training_thread = get_ident()
+        self.pausing_threads: list[int] = []
         self.records_intervals = False
         self.since_ns = now_ns()
+
+    def is_on_training_thread(self) -> bool:
+        """Whether the calling thread is the training thread. May be called on any thread."""
+        return get_ident() == self.training_thread
+
+    def enter_pause(self, phase: int) -> None:
+        """Enter a phase without steps, which is a phase only on the training thread."""
+        if self.is_on_training_thread():
+            self.enter(phase)
+        else:
+            self.pausing_threads.append(get_ident())
+
+    def leave_pause(self) -> None:
+        """End what `enter_pause` has begun on this thread. Training may have moved since then."""
+        thread = get_ident()
+        if thread in self.pausing_threads:
+            self.pausing_threads.remove(thread)
+        else:
+            self.leave()
 
     def stop(self) -> None:
         """Stop the clock until a phase begins or ends, as at the end of a cell of a notebook.

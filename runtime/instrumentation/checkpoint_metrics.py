@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from ...metrics.catalog import training
 from ...metrics.recorder import Recorder
 from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
 
 
 class _Calls(threading.local):
@@ -20,15 +21,15 @@ class _Calls(threading.local):
 
 
 class CheckpointMetrics:
-    """Counts checkpoints, and their time on the training thread, which creates this object.
+    """Counts checkpoints, and their time on the training thread.
 
     A TrainingRun saves a checkpoint by the engine's own method. Only the outer call is counted. If
     it only copies the state, the checkpoint counts as saved when a thread has written it.
     """
 
-    def __init__(self, recorder: Recorder, fail_open: FailOpen) -> None:
+    def __init__(self, recorder: Recorder, fail_open: FailOpen, phase_timer: PhaseTimer) -> None:
         self._recorder = recorder
-        self._thread = threading.get_ident()
+        self._phase_timer = phase_timer
         self._calls = _Calls()
         self.begin = fail_open.wrap("checkpoint metrics", self._begin)
         self.end = fail_open.wrap("checkpoint metrics", self._end)
@@ -88,7 +89,7 @@ class CheckpointMetrics:
         with recorder.commit():
             if saved is not None:
                 recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
-            if threading.get_ident() == self._thread:
+            if self._phase_timer.is_on_training_thread():
                 recorder.add(training.CHECKPOINT_SECONDS, time.perf_counter() - calls.began)
             if saved:
                 recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, time.time())

@@ -7,7 +7,6 @@ from other sources, such as a plain generator, is not measured.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -37,9 +36,8 @@ def loader_classes() -> Iterator[type]:
 class DataLoaderHooks:
     """Counts the time in a loader's `__next__` as data loading, or as evaluation, until `restore`.
 
-    Only the outermost loader on the training thread counts. The training thread is the thread that
-    creates this object. The phase is `data` if the engine's module is in training mode, else
-    `eval`.
+    Only the outermost loader on the training thread counts. The phase is `data` if the engine's
+    module is in training mode, else `eval`.
 
     Attributes:
         engine_hooks: The hooks on the engine that trains with the data. A rebuild replaces them.
@@ -48,7 +46,6 @@ class DataLoaderHooks:
     def __init__(
         self, phase_timer: PhaseTimer, fail_open: FailOpen, engine_hooks: TrainingState
     ) -> None:
-        self._thread = threading.get_ident()
         self._phase_timer = phase_timer
         self.engine_hooks = engine_hooks
         self._open = True
@@ -69,7 +66,7 @@ class DataLoaderHooks:
     def _wrapper(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def hooked(iterator: Any) -> Any:
             outermost = self._phase_timer.current not in (DATA, EVAL)
-            if not (self._open and outermost and threading.get_ident() == self._thread):
+            if not (self._open and outermost and self._phase_timer.is_on_training_thread()):
                 return original(iterator)
             self._enter()
             try:

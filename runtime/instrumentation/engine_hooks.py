@@ -3,15 +3,15 @@
 A micro-batch ends with its backward pass. A step ends when `engine.global_steps` changes, because
 Accelerate calls `step()` only at boundaries of gradient accumulation. A script may also call
 `loss.backward()` itself. A pipeline engine runs a whole step in one `train_batch`. A checkpoint on
-another thread than the training thread is no phase.
+another thread than the training thread, which makes the steps, is no phase.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -51,10 +51,7 @@ _new_counts = constructor(StepCounts)
 
 
 class EngineHooks:
-    """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine.
-
-    The thread that creates this object is the training thread.
-    """
+    """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine."""
 
     def __init__(
         self,
@@ -69,7 +66,6 @@ class EngineHooks:
         self._state = HookState()
         self._state.is_open = True
         self._engine = weakref.ref(engine)
-        self._thread = threading.get_ident()
         self._phase_timer = phase_timer
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
@@ -158,8 +154,8 @@ class EngineHooks:
         return self._wrap(
             name,
             original,
-            lambda args, kwargs: self._enter_on_training_thread(phase),
-            lambda result, returned: self._leave_on_training_thread(),
+            lambda args, kwargs: self._phase_timer.enter_pause(phase),
+            lambda result, returned: self._phase_timer.leave_pause(),
         )
 
     def _generate_wrapper(self, original: Any) -> GenerateWrapper:
@@ -253,21 +249,13 @@ class EngineHooks:
 
         return hooked
 
-    def _enter_on_training_thread(self, phase: int) -> None:
-        if threading.get_ident() == self._thread:
-            self._phase_timer.enter(phase)
-
-    def _leave_on_training_thread(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._phase_timer.leave()
-
     def _on_save_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._enter_on_training_thread(CHECKPOINT)
+        self._phase_timer.enter_pause(CHECKPOINT)
         self._checkpoints.begin()
 
     def _on_save_end(self, result: Any, returned: bool) -> None:
         self._checkpoints.end(saved=returned and result is not False)
-        self._leave_on_training_thread()
+        self._phase_timer.leave_pause()
 
     def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._plain_backward:
@@ -336,6 +324,7 @@ class EngineHooks:
             counts.samples = engine.micro_batches * engine.train_micro_batch_size_per_gpu()
 
     def _on_step_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._phase_timer.training_thread = get_ident()
         if self._plain_backward:
             self._close_plain_backward()
         engine = self._engine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,13 +53,14 @@ class EngineInstrumentation:
             enqueue: Called with each step, and with the calls issued between two engines.
             profiler: Profiles some steps. None if profiling is off.
         """
-        self._thread = threading.get_ident()
         self._context = context
         self._memory = memory
         self._enqueue = enqueue
         self._profiler = profiler
         self._earlier_ns = self._earlier_generated_ns = 0
-        self.checkpoints = CheckpointMetrics(context.recorder, context.fail_open)
+        self.checkpoints = CheckpointMetrics(
+            context.recorder, context.fail_open, context.phase_timer
+        )
         if is_hybrid(engine):  # other engines rarely generate
             context.recorder.start_counters(generation.METRICS)
         self._engine_hooks = self._hook(engine)
@@ -127,17 +127,14 @@ class EngineInstrumentation:
     def checkpoint_phase(self) -> Iterator[None]:
         """Return a context manager; time inside it is checkpoint time, not training or a hang.
 
-        It has no effect on other threads than the training thread, which created this object.
+        On other threads than the training thread, it is no phase.
         """
-        if threading.get_ident() != self._thread:
-            yield
-            return
         call, phase_timer = self._context.fail_open.call, self._context.phase_timer
-        call("checkpoint phase", phase_timer.enter, CHECKPOINT)
+        call("checkpoint phase", phase_timer.enter_pause, CHECKPOINT)
         try:
             yield
         finally:
-            call("checkpoint phase", phase_timer.leave)
+            call("checkpoint phase", phase_timer.leave_pause)
 
     def restore(self) -> None:
         """Remove the hooks. Safe to call twice."""

@@ -7,7 +7,6 @@ neither of them.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -42,7 +41,7 @@ class LossScale(Protocol):
 class FrameworkHooks:
     """Wraps the methods in CALLS, of the libraries that are imported, until `restore`.
 
-    Only calls on the training thread count, which is the thread that creates this object.
+    Only calls on the training thread count.
 
     Attributes:
         engine_hooks: The hooks on the engine that trains. A rebuild replaces them.
@@ -51,7 +50,6 @@ class FrameworkHooks:
     def __init__(
         self, phase_timer: PhaseTimer, fail_open: FailOpen, engine_hooks: LossScale
     ) -> None:
-        self._thread = threading.get_ident()
         self._phase_timer = phase_timer
         self._fail_open = fail_open
         self.engine_hooks = engine_hooks
@@ -73,16 +71,13 @@ class FrameworkHooks:
         if owner is not None:
             self._patches.add_existing(owner, [name], make)
 
-    def _is_seen(self) -> bool:
-        return self._open and threading.get_ident() == self._thread
-
     def _phase_wrapper(self, phase: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        enter = self._fail_open.wrap("framework", self._phase_timer.enter)
-        leave = self._fail_open.wrap("framework", self._phase_timer.leave)
+        enter = self._fail_open.wrap("framework", self._phase_timer.enter_pause)
+        leave = self._fail_open.wrap("framework", self._phase_timer.leave_pause)
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def hooked(*args: Any, **kwargs: Any) -> Any:
-                if not self._is_seen():
+                if not self._open:
                     return original(*args, **kwargs)
                 enter(phase)
                 try:
@@ -105,7 +100,7 @@ class FrameworkHooks:
         )
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            if self._is_seen():
+            if self._open and self._phase_timer.is_on_training_thread():
                 expect()
             return original(*args, **kwargs)
 

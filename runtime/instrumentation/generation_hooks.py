@@ -8,7 +8,6 @@ module's method by its own.
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter_ns
@@ -93,7 +92,6 @@ class GenerationHooks:
         # Calls do not depend on each other.
         self._read_options = fail_open.wrap("generation", generate_options, is_kept=True)
         self._count_result = fail_open.wrap("generation", count_result, is_kept=True)
-        self._thread = threading.get_ident()
         self._began_ns: int | None = None  # None unless a measured call runs
         self._options: GenerateOptions | None = None
         self.counts = earlier
@@ -106,7 +104,7 @@ class GenerationHooks:
     def on_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Begin a call, and return whether it is measured. Only then must `on_end` follow."""
         is_nested = self._began_ns is not None
-        if threading.get_ident() != self._thread or is_nested:
+        if is_nested or not self._phase_timer.is_on_training_thread():
             return False
         if self._phase_timer.current in PASSES:
             return False

@@ -60,6 +60,7 @@ class StepCollector:
         interval = context.settings.sampling.exact_collectives_steps
         self._calls.sample_interval = 0 if _waits_would_block_compute() else interval
         self._calls.is_sampled = self._calls.sample_interval > 0  # a short run has exact times too
+        self._training_thread = self._phase_timer.training_thread
         self._enqueue = enqueue
         self._memory = memory
         self._read_memory = wrap("memory", memory.on_step_end)
@@ -83,6 +84,9 @@ class StepCollector:
             unseen, coverage = self._take_unseen() or (None, None)
         elif now >= self._coverage_due:
             coverage = self._read_coverage(engine)
+        if self._training_thread != timer.training_thread:
+            self._training_thread = timer.training_thread
+            self._calls.follow_thread()
         is_memory_due = now >= self._memory.reading_due or timer.on_change is not None
         step = _new_step(
             step=engine.global_steps,

@@ -290,7 +290,8 @@ class RunEnd:
             error: The error of this rank; a PeerFailedError's `can_continue` is set to False.
             place: Name of the function that updates.
         """
-        self._end_together(error, _failed(error, place, _PARTLY_UPDATED, _MAKE_AGAIN))
+        own_error = _failed(error, place, _PARTLY_UPDATED, self._advice(error))
+        self._end_together(error, own_error)
 
     def end_in_rebuild(self, error: Exception) -> NoReturn:
         """End the run after a rebuild that all ranks leave together, without an engine.
@@ -309,7 +310,8 @@ class RunEnd:
             raise_failures(self._host_group, own_error, _REBUILD)
             raise error  # no rank has an error of its own
         except Exception as raised:
-            self._end_together(raised, _failed(raised, _REBUILD, _WEIGHTS_LOST, _MAKE_AGAIN))
+            own_error = _failed(raised, _REBUILD, _WEIGHTS_LOST, self._advice(raised))
+            self._end_together(raised, own_error)
             raise
 
     def end_with_gradients(self, error: BaseException, reason: str) -> None:
@@ -328,9 +330,19 @@ class RunEnd:
             self.end(error, "train_batch")
         own_error = ZerowatchError(
             f"this run has ended: train_batch failed with {describe_error(error)[0]}, and the "
-            f"gradients of its batch cannot be discarded: {reason}. {_MAKE_AGAIN}"
+            f"gradients of its batch cannot be discarded: {reason}. {self._advice(error)}"
         )
         self._end_together(error, own_error)
+
+    def _advice(self, error: BaseException) -> str:
+        """Return what to do after an error by which this rank leaves with the others.
+
+        The processes can go on, unless one has ended: its peers then fail in a collective, or could
+        not exchange their own errors.
+        """
+        errors = (error, error.__cause__)
+        is_lost = any(each is not None and is_communication_error(each) for each in errors)
+        return _RESTART if is_lost and not self._is_alone else _MAKE_AGAIN
 
     def _end_together(self, error: BaseException, own_error: ZerowatchError) -> None:
         """Let later calls raise `own_error`, on a rank that leaves with the others by `error`."""

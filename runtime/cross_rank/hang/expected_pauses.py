@@ -7,8 +7,6 @@ and waits in a collective that no other rank enters.
 
 from __future__ import annotations
 
-import threading
-
 from ....metrics.catalog.labels import PHASES
 from ...common.phase_timer import (
     BACKWARD,
@@ -26,6 +24,7 @@ from .thread_stacks import END, PROMPT, silent_activity
 
 # Phases without steps.
 PAUSES = {EVAL, GENERATE, CHECKPOINT}
+ELSEWHERE = "an evaluation or a checkpoint on another thread"
 # Longest accepted pause, in hang limits.
 ACCEPTED_LIMITS = 10
 # If a rank has waited in a collective for this fraction of the limit, it stops announcing a pause.
@@ -40,14 +39,13 @@ MIN_IDLE_SECONDS = 2.0
 class ExpectedPauses:
     """Decides whether this rank is in an expected pause.
 
-    It is created on the training thread and can be used on any thread. The argument `idle_seconds`
+    It can be used on any thread. The argument `idle_seconds`
     is the time since the last progress, and `limit_seconds` is the hang limit.
     """
 
     def __init__(self, phase_timer: PhaseTimer, context: HangContext) -> None:
         self._phase_timer = phase_timer
         self._context = context
-        self._training_thread = threading.get_ident()
         self._eval_mode_is_pause = True
 
     def is_expected(self, idle_seconds: float, limit_seconds: float) -> bool:
@@ -83,12 +81,14 @@ class ExpectedPauses:
 
     def _silent_activity(self) -> str | None:
         """Return the activity that explains a lack of progress; a cell without training is one."""
-        return PROMPT if self._phase_timer.is_stopped else silent_activity(self._training_thread)
+        timer = self._phase_timer
+        return PROMPT if timer.is_stopped else silent_activity(timer.training_thread)
 
     def _pause_phase(self) -> str | None:
         """Return the phase if it is a pause. In evaluation mode, `other` counts as a pause.
 
-        If a script trains in evaluation mode, because it forgot to leave it, the mode is ignored.
+        So does `other` while another thread evaluates or saves: training may wait for it. If a
+        script trains in evaluation mode, because it forgot to leave it, the mode is ignored.
         """
         is_training = self._context.is_training() is not False
         phase = self._phase_timer.current  # read last: not older than the mode
@@ -96,8 +96,11 @@ class ExpectedPauses:
             self._eval_mode_is_pause = is_training
         if phase in PAUSES:
             return PHASES[phase]
-        is_eval = phase == OTHER and not is_training and self._eval_mode_is_pause
-        return PHASES[EVAL] if is_eval else None
+        if phase != OTHER:
+            return None
+        if not is_training and self._eval_mode_is_pause:
+            return PHASES[EVAL]
+        return ELSEWHERE if self._phase_timer.pausing_threads else None
 
     def _waiting_rank_sets(self) -> list[RankSetSummary]:
         """Return the rank sets whose last collective is in flight here."""

@@ -87,7 +87,6 @@ class HangMonitor:
         self._now_ns = now_ns
         self._exit_process = exit_process
         self._on_hang_found, self._is_ready = on_hang, is_ready
-        self._training_thread = threading.get_ident()
         self._detector = HangDetector(settings.timeout_seconds)
         self._limit_seconds = settings.timeout_seconds  # at the last check; read by other threads
         self._pauses = ExpectedPauses(phase_timer, context)
@@ -243,7 +242,7 @@ class HangMonitor:
             limit_seconds=self._detector.limit_seconds,
             is_announced=is_announced,
             divergence=context.divergence(),
-            location=python_location(self._training_thread),
+            location=python_location(self._phase_timer.training_thread),
             peers=context.peers(),
             rank_sets={rank_set.key: rank_set for rank_set in context.rank_sets() or ()},
             calls=context.last_calls() or (),

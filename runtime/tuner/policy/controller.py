@@ -123,6 +123,8 @@ class Controller:
             self._trial.cost_seconds += result.seconds
         if result.done:
             self.configuration.on_applied(request.target)
+            if self._trial is not None and not self.configuration.is_on_trial:
+                self._history.on_trial_end()  # the trial is paused
             if self.state is State.PREFLIGHT:
                 self._enter(State.APPLIED)
             self._complete_accept()
@@ -264,6 +266,7 @@ class Controller:
         if trial.is_stalled:
             self._abort_trial("too few consecutive windows could be measured")
         elif self.configuration.in_use != trial.wanted:  # the trial was paused
+            self._history.on_trial_resume(trial.proposal.changes)
             self.configuration.wanted = trial.wanted
         else:
             self._search.budget.spend(trial.add(step, self._observer.baseline))

@@ -22,10 +22,15 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 MAX_CONTEXTS = 16  # contexts that are kept of one job; the oldest contexts are dropped
-# A trial's file of another host that was not renewed for this long is of a process that has ended.
+# A trial's file of another host that was not renewed for this long is of a process that has ended,
+# or is in a long step.
 OTHER_HOST_SECONDS = 180.0
-# Time between two renewals, which a step makes: the file system may be slow.
+# Time between two renewals, which a step makes, and between two checks of the files of other
+# processes: the file system may be slow.
 RENEWAL_SECONDS = 30.0
+# A crashed trial's file is kept for this long after its last renewal, so that not only the first
+# run that reads it skips the trial.
+KEPT_SECONDS = 3600.0
 TRIAL_SUFFIX = ".trial.json"  # ends the name of the file with the changes that a process is trying
 
 T = TypeVar("T")
@@ -71,19 +76,32 @@ class HostProcesses:
         self._host = socket.gethostname()
         self.own_name = f"{self._host}-{os.getpid()}"
 
-    def has_ended(self, name: str, silent_seconds: float) -> bool:
-        """Whether a process has ended.
+    def has_ended(self, name: str) -> bool | None:
+        """Whether a process has ended; None if unknown.
 
         A process on another host may be a job of the same sweep, or the container before a restart.
-
-        Args:
-            name: Name of the process.
-            silent_seconds: Time since the process last renewed its file.
         """
         host, _, pid = name.rpartition("-")
-        if host != self._host:
-            return silent_seconds > OTHER_HOST_SECONDS
-        return not Path("/proc", pid).exists()
+        return None if host != self._host else not Path("/proc", pid).exists()
+
+
+@dataclass(slots=True)
+class _OtherTrial:
+    """Trial of another process that may not have ended.
+
+    Attributes:
+        owner: Name of the process.
+        changes: The changes on trial.
+        first_at: When the process had renewed the file as the file was first read.
+        renewed_at: When the process had renewed the file at the last check.
+        is_crash: Whether it was likely at the last check that the process has ended.
+    """
+
+    owner: str
+    changes: Configuration
+    first_at: float
+    renewed_at: float
+    is_crash: bool = False
 
 
 class HistoryFile:
@@ -103,27 +121,50 @@ class HistoryFile:
         self._owner = self._processes.own_name
         self._renewal_due = 0.0
         self._on_trial: Configuration = {}
-        self._running: Sequence[Path] = ()  # trials of processes that may not have ended
-        self._recheck_due = 0.0
+        self._others: dict[Path, _OtherTrial] = {}
+        self._suspected: Sequence[Configuration] = ()
+        self._check_due = 0.0
 
     def load(self) -> Mapping[str, HistoryEntry]:
         """Return the results by context; empty if the file is missing or damaged."""
         return self._read(f"{self._key}.json", _parse_entries) or {}
 
     def load_crashed_trials(self) -> Sequence[Configuration]:
-        """Return the changes that were on trial when other runs crashed, and delete their files."""
-        if self._folder is None:
-            return ()
-        return self._take_crashed(list(self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}")))
+        """Return the changes that were on trial when other runs crashed, and delete old files.
 
-    def recheck_crashed_trials(self) -> Sequence[Configuration]:
-        """Return those trials whose process could still have been running when last checked.
-
-        Until OTHER_HOST_SECONDS after the last check, the result is empty.
+        The trials of processes that may not have ended are left to `suspected_trials`.
         """
-        if not self._running or time.monotonic() < self._recheck_due:
-            return ()
-        return self._take_crashed(self._running)
+        crashed: list[Configuration] = []
+        paths = () if self._folder is None else self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}")
+        for path in paths:
+            owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
+            is_own, has_ended = owner == self._owner, self._processes.has_ended(owner)
+            changes, renewed_at = self._read(path.name, _parse_trial), _renewed_at(path)
+            is_old = renewed_at is not None and time.time() - renewed_at > KEPT_SECONDS
+            if is_own or has_ended or (has_ended is None and is_old):
+                if changes:
+                    crashed.append(changes)
+                if is_own or is_old or not changes:
+                    with suppress(OSError):
+                        path.unlink()
+            elif changes and renewed_at is not None:
+                self._others[path] = _OtherTrial(owner, changes, renewed_at, renewed_at)
+        return crashed
+
+    def suspected_trials(self) -> Sequence[Configuration]:
+        """Return the changes on trial in other processes that have ended or may have.
+
+        A process may have ended as long as it has not renewed its file, or if its last renewal is
+        longer ago than OTHER_HOST_SECONDS. The files are checked every RENEWAL_SECONDS.
+        """
+        if self._others and time.monotonic() >= self._check_due:
+            self._check_due = time.monotonic() + RENEWAL_SECONDS
+            self._suspected = [
+                trial.changes
+                for path, trial in list(self._others.items())
+                if self._is_suspected(path, trial)
+            ]
+        return self._suspected
 
     def save(self, context: str, entry: HistoryEntry) -> None:
         """Replace the results of a context."""
@@ -150,20 +191,22 @@ class HistoryFile:
             except OSError:  # it was deleted, or the file system does not set times
                 self.save_trial(self._on_trial)
 
-    def _take_crashed(self, paths: Sequence[Path]) -> Sequence[Configuration]:
-        crashed: list[Configuration] = []
-        running: list[Path] = []
-        for path in paths:
-            owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
-            if owner == self._owner or self._processes.has_ended(owner, _silent_seconds(path)):
-                if changes := self._read(path.name, _parse_trial):
-                    crashed.append(changes)
-                with suppress(OSError):
-                    path.unlink()
-            elif path.exists():
-                running.append(path)
-        self._running, self._recheck_due = running, time.monotonic() + OTHER_HOST_SECONDS
-        return crashed
+    def _is_suspected(self, path: Path, trial: _OtherTrial) -> bool:
+        renewed_at = _renewed_at(path)
+        if renewed_at is None:
+            if trial.is_crash and time.time() - trial.renewed_at > KEPT_SECONDS:
+                return True  # another run has deleted the old file
+            del self._others[path]  # the process has ended the trial
+            return False
+        if renewed_at != trial.renewed_at:  # perhaps with another trial
+            trial.renewed_at = renewed_at
+            trial.changes = self._read(path.name, _parse_trial) or trial.changes
+        has_ended = self._processes.has_ended(trial.owner)
+        if has_ended is not None:
+            trial.is_crash = has_ended
+            return has_ended
+        trial.is_crash = time.time() - renewed_at > OTHER_HOST_SECONDS
+        return trial.is_crash or renewed_at == trial.first_at
 
     @property
     def _trial_name(self) -> str:
@@ -196,12 +239,12 @@ class HistoryFile:
             return None
 
 
-def _silent_seconds(path: Path) -> float:
-    """Return the time since a file was written or renewed; 0 if its owner has just deleted it."""
+def _renewed_at(path: Path) -> float | None:
+    """Return when a file was written or last renewed; None if it was deleted."""
     try:
-        return time.time() - path.stat().st_mtime
+        return path.stat().st_mtime
     except OSError:
-        return 0.0
+        return None
 
 
 def _text(contexts: Mapping[str, HistoryEntry]) -> str:

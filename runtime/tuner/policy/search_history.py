@@ -26,8 +26,8 @@ class HistoryStore(Protocol):
     def renew_trial(self) -> None:
         """Record that the trial goes on."""
 
-    def recheck_crashed_trials(self) -> Sequence[Configuration]:
-        """Return the changes of other runs' trials that have turned out to have crashed."""
+    def suspected_trials(self) -> Sequence[Configuration]:
+        """Return the changes on trial in other runs that may have crashed."""
 
 
 class NullHistoryStore:
@@ -42,7 +42,7 @@ class NullHistoryStore:
     def renew_trial(self) -> None:
         """Do nothing."""
 
-    def recheck_crashed_trials(self) -> Sequence[Configuration]:
+    def suspected_trials(self) -> Sequence[Configuration]:
         """Return nothing."""
         return ()
 
@@ -79,8 +79,12 @@ class SearchHistory:
         # Changes that could not be measured in this run, for example because memory did not
         # suffice. They are not saved.
         self._failed: dict[str, list[Configuration]] = {}
-        self._crashed_trials: list[Configuration] = []
-        self._add_crashed(crashed_trials)
+        self._crashed_trials = crashed_trials
+        self._suspected_trials: Sequence[Configuration] = ()
+        for changes in crashed_trials:
+            logger.warning(
+                "an earlier run crashed in a trial of %s: not tried in this run", _listed(changes)
+            )
 
     @property
     def best(self) -> Configuration | None:
@@ -108,9 +112,16 @@ class SearchHistory:
         if self._context_reading is None or context_of(self._context_reading) != self.context:
             self._context_reading = reading
 
-    def recheck_crashed_trials(self) -> None:
-        """Add the trials of other runs that have turned out to have crashed."""
-        self._add_crashed(self._store.recheck_crashed_trials())
+    def check_other_runs(self) -> None:
+        """Exclude the trials in which other runs may have crashed, as long as they may have."""
+        before, self._suspected_trials = self._suspected_trials, self._store.suspected_trials()
+        for changes in self._suspected_trials:
+            if changes not in before:
+                logger.warning(
+                    "another run may have crashed in a trial of %s: not tried until that trial "
+                    "continues or ends",
+                    _listed(changes),
+                )
 
     def on_trial_start(self, changes: Configuration) -> None:
         """Record a started trial, so that the next run skips it if this process is killed."""
@@ -118,8 +129,14 @@ class SearchHistory:
         self._store.save_trial(changes)
 
     def on_trial_step(self) -> None:
-        """Record that the trial goes on, so that jobs on other hosts do not take it for crashed."""
-        self._store.renew_trial()
+        """Record that the trial goes on, so that jobs on other hosts do not exclude it."""
+        if self._is_on_trial:
+            self._store.renew_trial()
+
+    def on_trial_resume(self, changes: Configuration) -> None:
+        """Record that a trial goes on which `on_trial_end` may have paused."""
+        if not self._is_on_trial:
+            self.on_trial_start(changes)
 
     def on_trial_end(self) -> None:
         """Record that nothing is on trial."""
@@ -179,12 +196,6 @@ class SearchHistory:
             self._rejected.pop(self.context, None)
             self._failed.pop(self.context, None)
 
-    def _add_crashed(self, trials: Sequence[Configuration]) -> None:
-        self._crashed_trials += trials
-        for changes in trials:
-            values = ", ".join(f"{knob}={value}" for knob, value in changes.items())
-            logger.warning("an earlier run crashed in a trial of %s: not tried in this run", values)
-
     @property
     def _known_best(self) -> Configuration | None:
         """The best configuration in this context, or in an adjacent one if this one is unknown.
@@ -199,7 +210,8 @@ class SearchHistory:
 
     @property
     def _failed_here(self) -> Sequence[Configuration]:
-        return [*self._crashed_trials, *self._failed.get(self.context, ())]
+        failed = self._failed.get(self.context, ())
+        return [*self._crashed_trials, *self._suspected_trials, *failed]
 
     def _save(self) -> None:
         entry = HistoryEntry(
@@ -207,6 +219,10 @@ class SearchHistory:
             excluded=frozenset(self._rejected.get(self.context, ())),
         )
         self._store.save(self.context, entry)
+
+
+def _listed(changes: Configuration) -> str:
+    return ", ".join(f"{knob}={value}" for knob, value in changes.items())
 
 
 def _first_knob(changes: Configuration, *, of_several: bool = True) -> ExcludedValues:

@@ -156,7 +156,7 @@ class TrialSearch:
             baseline: Present step times.
         """
         step_seconds = baseline.seconds_per_sample * step.samples
-        self._history.recheck_crashed_trials()
+        self._history.check_other_runs()
         now = replace(inputs, excluded=self._history.excluded, remembered=self._history.best)
         for proposal in propose(now):
             design = self._design(proposal, step_seconds, baseline)

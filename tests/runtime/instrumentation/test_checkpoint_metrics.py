@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 
 import pytest
 from fakes.clock import set_clock
@@ -11,6 +11,7 @@ from fakes.clock import set_clock
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.instrumentation import checkpoint_metrics
 from zerowatch.runtime.instrumentation.checkpoint_metrics import CheckpointMetrics
 
@@ -26,7 +27,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def checkpoints(recorder: Recorder) -> CheckpointMetrics:
-    return CheckpointMetrics(recorder, FailOpen())
+    return CheckpointMetrics(recorder, FailOpen(), PhaseTimer())
 
 
 def test_a_saved_checkpoint_is_counted_with_its_time(recorder, checkpoints) -> None:
@@ -129,6 +130,26 @@ def test_a_checkpoint_on_another_thread_is_counted_without_the_time_of_training(
     found = recorder.snapshot()
     assert found.value(training.CHECKPOINTS, "saved") == 2
     assert found.value(training.CHECKPOINT_SECONDS) == 7.0
+
+
+def test_the_time_of_a_checkpoint_counts_on_the_thread_to_which_training_has_moved(
+    recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 107.0])
+    set_clock(monkeypatch, checkpoint_metrics, perf_counter=lambda: next(clock))
+    timer = PhaseTimer()
+    checkpoints = CheckpointMetrics(recorder, FailOpen(), timer)
+
+    def train() -> None:
+        timer.training_thread = get_ident()
+        with checkpoints.saving():
+            pass
+
+    thread = Thread(target=train)
+    thread.start()
+    thread.join()
+
+    assert recorder.snapshot().value(training.CHECKPOINT_SECONDS) == 7.0
 
 
 def test_after_a_failed_checkpoint_the_next_is_counted(recorder, checkpoints) -> None:

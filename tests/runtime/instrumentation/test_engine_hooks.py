@@ -466,6 +466,57 @@ def test_a_checkpoint_on_another_thread_does_not_change_the_phase_of_training(
     assert not run.seconds().get("checkpoint")
 
 
+def test_training_may_move_to_another_thread_whose_checkpoints_are_phases(
+    run: Run,
+) -> None:
+    def train() -> None:
+        for _ in range(2):
+            run.micro_batch()
+            run.engine.step()
+        run.engine.save_checkpoint()
+        run.engine.load_checkpoint()
+
+    call_on_thread(train)
+    run.engine.save_checkpoint()  # this thread does not train any more
+
+    phases = [event[-1] for event in run.events if event[0] in ("save", "saved")]
+    assert phases == ["checkpoint", "checkpoint", "other", "other"]
+    assert run.seconds() == {
+        "forward": 4,
+        "backward": 6,
+        "optimizer": 10,
+        "checkpoint": 7 + 11,
+        "other": 7,
+    }
+
+
+def test_an_evaluation_on_another_thread_does_not_make_it_the_training_thread(run: Run) -> None:
+    def evaluate() -> None:
+        with torch.no_grad():
+            run.engine.forward(torch.zeros(2, 7))
+
+    call_on_thread(evaluate)
+    run.engine.save_checkpoint()
+
+    assert run.seconds() == {"eval": 2, "checkpoint": 7}
+
+
+def test_the_phase_of_a_checkpoint_ends_although_another_thread_makes_a_step_meanwhile(
+    run: Run,
+) -> None:
+    work, run.work = run.work, lambda seconds: None
+
+    def step_within(seconds: int) -> None:
+        run.work = work
+        call_on_thread(run.engine.step)
+        work(seconds)
+
+    run.work = step_within
+    run.engine.save_checkpoint()
+
+    assert run.phase() == "other"
+
+
 def call_on_thread(function: Callable[[], object]) -> None:
     thread = Thread(target=function)
     thread.start()

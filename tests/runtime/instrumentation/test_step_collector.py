@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from threading import Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,21 @@ class Rank:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     return Rank(monkeypatch)
+
+
+def test_collectives_follow_training_to_another_thread(rank: Rank) -> None:
+    followed = []
+
+    def train() -> None:
+        rank.timer.training_thread = get_ident()
+        rank.end_step()
+        followed.append(rank.recorder.stream_waits.training_thread == get_ident())
+
+    thread = Thread(target=train)
+    thread.start()
+    thread.join()
+
+    assert followed == [True]
 
 
 def test_the_number_of_a_step_decides_whether_its_calls_are_sampled(rank: Rank) -> None:

@@ -486,6 +486,33 @@ def test_ranks_that_leave_a_rebuild_together_have_the_error_of_the_rank_that_fai
     assert caplog.text.count("this run has ended") == 1  # by rank 0
 
 
+@pytest.mark.parametrize("own", [None, RuntimeError("no state can be restored")])
+def test_a_rebuild_that_ends_as_a_process_has_ended_needs_a_restart(
+    own: RuntimeError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor, _ = run_ends(2)
+    closed = RuntimeError("gloo/transport: Connection closed by peer")
+    monkeypatch.setattr(FakeHostGroup, "all_gather_text", lambda *_: fail(closed))
+    error = own or PeerAttemptError("another rank has failed")
+
+    raised = raised_by(lambda: call(survivor, lambda: survivor.end_in_rebuild(error)))
+
+    assert raised is (own or closed)
+    later = str(raised_by(lambda: call(survivor)))
+    assert "Restart it from its last checkpoint" in later
+    assert "Make the model" not in later
+
+
+@pytest.mark.parametrize("name", ["end_in_update", "end_with_gradients"])
+def test_ranks_that_leave_together_as_a_process_has_ended_need_a_restart(name: str) -> None:
+    survivor, _ = run_ends(2)
+    closed = RuntimeError("gloo/transport: Connection closed by peer")
+
+    getattr(survivor, name)(closed, "engine.step()")
+
+    assert "Restart it from its last checkpoint" in str(raised_by(lambda: call(survivor)))
+
+
 def test_an_error_of_one_rank_in_an_update_ends_the_run_on_all_ranks() -> None:
     peer, failed = run_ends(2)
     own = ValueError("lr")

@@ -48,7 +48,7 @@ class Job:
         now: Configuration in use.
         states, decisions, configurations, num_trials: Events of the controller.
         kept, trials, crashed: The stored history by context; what is recorded as on trial; trials
-            that another job has left.
+            in which another job may have crashed.
         coverage, oom_risk, replays, loss: Values that the next windows report.
         is_watched: Whether metrics are updated.
         is_usable: Whether step times are usable.
@@ -146,9 +146,8 @@ class Job:
         assert self.trials
         self.num_renewals += 1
 
-    def recheck_crashed_trials(self) -> Sequence[Configuration]:
-        crashed, self.crashed = self.crashed, ()
-        return crashed
+    def suspected_trials(self) -> Sequence[Configuration]:
+        return self.crashed
 
     def values(self) -> Configuration:
         return dict(self.now)

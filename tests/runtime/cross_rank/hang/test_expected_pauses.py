@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from fakes.hangs import WatchedRank, peer, run_as
@@ -39,6 +40,20 @@ def test_evaluation_generation_and_checkpoints_are_no_hang_for_ten_limits(
     rank.pass_seconds(30)
 
     assert (accepted, rank.num_hangs) == (0, 1)
+
+
+@pytest.mark.parametrize(("phase", "num_hangs"), [(OTHER, 0), (FORWARD, 1)])
+def test_training_may_wait_for_a_checkpoint_of_another_thread_but_not_in_a_pass(
+    rank: WatchedRank, phase: int, num_hangs: int
+) -> None:
+    rank.phase_timer.enter(phase)
+    thread = Thread(target=rank.phase_timer.enter_pause, args=(CHECKPOINT,))
+    thread.start()
+    thread.join()
+
+    rank.pass_seconds(50)  # the limit is 30 s
+
+    assert rank.num_hangs == num_hangs
 
 
 def test_a_pause_with_progress_is_accepted_again(rank: WatchedRank) -> None:

@@ -97,14 +97,19 @@ def test_a_crashed_trial_of_the_best_configuration_is_not_tried_either() -> None
     ], "a run that measured nothing of it forgets nothing"
 
 
-def test_a_trial_that_turns_out_to_have_crashed_is_not_tried(caplog) -> None:
+def test_a_trial_in_which_another_run_may_have_crashed_is_not_tried_until_it_goes_on(
+    caplog,
+) -> None:
     job = Job()
     job.crashed = [{"micro_batch_samples": 8}]
 
     job.run(300)
+    tried_before, job.crashed = tried(job), ()
+    job.run(300)
 
-    assert {"micro_batch_samples": 8} not in tried(job)
-    assert caplog.text.count("an earlier run crashed in a trial of micro_batch_samples=8") == 1
+    assert {"micro_batch_samples": 8} not in tried_before
+    assert {"micro_batch_samples": 8} in tried(job)
+    assert caplog.text.count("may have crashed in a trial of micro_batch_samples=8") == 1
 
 
 def test_each_step_of_a_trial_renews_its_record() -> None:
@@ -117,6 +122,21 @@ def test_each_step_of_a_trial_renews_its_record() -> None:
         renewals.append(job.num_renewals)
 
     assert [each - renewals[0] for each in renewals] == [0, 1, 2]
+
+
+def test_a_paused_trial_is_no_crash_until_it_goes_on() -> None:
+    job = Job()
+    job.until_trial()
+    request = job.controller.pause_trial()
+    assert request is not None
+    recorded = [list(job.trials)]
+
+    job.carry_out(request)
+    recorded.append(list(job.trials))
+    job.until_trial()
+    recorded.append(list(job.trials))
+
+    assert recorded == [[{"micro_batch_samples": 8}], [], [{"micro_batch_samples": 8}]]
 
 
 def test_a_run_that_ends_normally_in_a_trial_did_not_crash() -> None:

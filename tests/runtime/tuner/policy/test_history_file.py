@@ -11,6 +11,7 @@ from fakes.clock import set_clock
 
 from zerowatch.runtime.tuner.policy import history_file
 from zerowatch.runtime.tuner.policy.history_file import (
+    KEPT_SECONDS,
     MAX_CONTEXTS,
     OTHER_HOST_SECONDS,
     RENEWAL_SECONDS,
@@ -32,7 +33,7 @@ class FakeProcesses:
     def __init__(self, own_name, ended):
         self.own_name, self._ended = own_name, ended
 
-    def has_ended(self, name, silent_seconds):
+    def has_ended(self, name):
         return name in self._ended
 
 
@@ -78,14 +79,26 @@ def test_the_order_of_facts_does_not_change_the_fingerprint():
     )
 
 
-def test_a_crashed_trial_is_loaded_by_the_next_process_only(tmp_path):
+def test_a_crashed_trial_is_loaded_by_each_process_of_the_next_hour_or_else_by_one(tmp_path):
     history(tmp_path).save_trial({"zero_stage": 1})
+    (file,) = tmp_path.iterdir()
 
     assert history(tmp_path, "other").load_crashed_trials() == []
-    assert history(tmp_path, owner="here-2", ended=["here-1"]).load_crashed_trials() == [
-        {"zero_stage": 1}
-    ]
-    assert history(tmp_path, owner="here-3", ended=["here-1"]).load_crashed_trials() == []
+    assert load_after_crash(tmp_path) == [{"zero_stage": 1}]
+    assert load_after_crash(tmp_path) == [{"zero_stage": 1}]
+    set_age(file, 2 * KEPT_SECONDS)
+    assert load_after_crash(tmp_path) == [{"zero_stage": 1}]
+    assert load_after_crash(tmp_path) == []
+
+
+def load_after_crash(folder):
+    return history(folder, owner="here-2", ended=["here-1"]).load_crashed_trials()
+
+
+def set_age(file, seconds):
+    """Make a file look as if it was renewed so many seconds ago."""
+    renewed_at = time.time() - seconds
+    os.utime(file, (renewed_at, renewed_at))
 
 
 def test_a_trial_of_a_running_process_is_not_loaded(tmp_path):
@@ -101,36 +114,130 @@ def on_host(name, folder, monkeypatch):
     return HistoryFile(folder, "job", HostProcesses())
 
 
-def test_a_trial_on_another_host_has_crashed_once_it_is_not_renewed(tmp_path, monkeypatch):
-    trial, other = (on_host(name, tmp_path, monkeypatch) for name in ("node-a", "node-b"))
-    trial.save_trial({"zero_stage": 1})
-    (file,) = tmp_path.iterdir()
-    long_ago = time.time() - 2 * OTHER_HOST_SECONDS
+class OtherHosts:
+    """A trial on another host, and a clock for this process's checks of it."""
 
-    os.utime(file, (long_ago, long_ago))
-    trial.renew_trial()
-    assert (other.load_crashed_trials(), file.exists()) == ([], True)
+    def __init__(self, folder, monkeypatch):
+        self._start, self._seconds, self.monkeypatch = time.monotonic(), 0.0, monkeypatch
+        set_clock(monkeypatch, history_file, monotonic=lambda: self._start + self._seconds)
+        self.folder = folder
+        self.trial = self.on("pod-a")
+        self.trial.save_trial({"zero_stage": 1})
+        (self.file,) = folder.iterdir()
+        self.set_age(60)
 
-    os.utime(file, (long_ago, long_ago))
-    assert (other.load_crashed_trials(), file.exists()) == ([{"zero_stage": 1}], False)
+    def on(self, host):
+        return on_host(host, self.folder, self.monkeypatch)
+
+    def set_age(self, seconds):
+        set_age(self.file, seconds)
+
+    def pass_seconds(self, seconds):
+        self._seconds += seconds
+
+    def suspected_by(self, run):
+        """Return what a run suspects at its next check."""
+        self.pass_seconds(RENEWAL_SECONDS)
+        return list(run.suspected_trials())
 
 
-def test_a_trial_on_another_host_that_was_too_young_is_checked_again(tmp_path, monkeypatch):
-    crashed, restarted = (on_host(name, tmp_path, monkeypatch) for name in ("pod-a", "pod-b"))
-    crashed.save_trial({"zero_stage": 1})
-    (file,) = tmp_path.iterdir()
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    return OtherHosts(tmp_path, monkeypatch)
+
+
+def test_a_run_that_restarts_at_once_on_another_host_suspects_the_trial_of_the_crash(hosts):
+    restarted = hosts.on("pod-b")
+
     assert restarted.load_crashed_trials() == []
-    start, seconds = time.monotonic(), 0.0
-    set_clock(monkeypatch, history_file, monotonic=lambda: start + seconds)
-    long_ago = time.time() - 2 * OTHER_HOST_SECONDS
-    os.utime(file, (long_ago, long_ago))
+    assert list(restarted.suspected_trials()) == [{"zero_stage": 1}]
+    hosts.set_age(2 * OTHER_HOST_SECONDS)
+    assert hosts.suspected_by(restarted) == [{"zero_stage": 1}]
 
-    seconds = OTHER_HOST_SECONDS / 2
-    assert (list(restarted.recheck_crashed_trials()), file.exists()) == ([], True)
-    seconds = 2 * OTHER_HOST_SECONDS
-    assert (restarted.recheck_crashed_trials(), file.exists()) == ([{"zero_stage": 1}], False)
-    seconds = 4 * OTHER_HOST_SECONDS
-    assert list(restarted.recheck_crashed_trials()) == []
+
+def test_other_runs_that_find_a_crash_leave_it_to_the_run_that_restarts(hosts):
+    sibling, restarted = hosts.on("pod-c"), hosts.on("pod-b")
+    sibling.load_crashed_trials()
+    hosts.set_age(2 * OTHER_HOST_SECONDS)
+
+    assert hosts.suspected_by(sibling) == [{"zero_stage": 1}]
+    assert restarted.load_crashed_trials() == []
+    assert hosts.suspected_by(restarted) == [{"zero_stage": 1}]
+
+
+def test_a_trial_that_another_host_renews_is_not_suspected_until_it_is_silent(hosts):
+    other = hosts.on("pod-b")
+    other.load_crashed_trials()
+
+    hosts.trial.renew_trial()
+    assert hosts.suspected_by(other) == []
+    hosts.set_age(2 * OTHER_HOST_SECONDS)
+    assert hosts.suspected_by(other) == [{"zero_stage": 1}], "it may be in a long step"
+    hosts.pass_seconds(RENEWAL_SECONDS)
+    hosts.trial.renew_trial()
+    assert hosts.suspected_by(other) == []
+    hosts.trial.save_trial({"zero_stage": 2})
+    hosts.set_age(2 * OTHER_HOST_SECONDS)
+    assert hosts.suspected_by(other) == [{"zero_stage": 2}]
+
+
+def test_a_trial_that_another_host_ends_is_not_suspected_any_more(hosts):
+    other = hosts.on("pod-b")
+    other.load_crashed_trials()
+    assert hosts.suspected_by(other) == [{"zero_stage": 1}]
+
+    hosts.trial.save_trial({})
+
+    assert hosts.suspected_by(other) == []
+
+
+def test_a_suspected_trial_whose_old_file_another_run_has_deleted_stays_suspected(hosts):
+    first, second = hosts.on("pod-b"), hosts.on("pod-c")
+    first.load_crashed_trials()
+    hosts.set_age(2 * KEPT_SECONDS)
+    assert hosts.suspected_by(first) == [{"zero_stage": 1}]
+
+    assert second.load_crashed_trials() == [{"zero_stage": 1}]
+
+    assert not hosts.file.exists()
+    assert hosts.suspected_by(first) == [{"zero_stage": 1}]
+
+
+def test_a_trial_that_ended_long_before_the_first_check_is_not_suspected(hosts):
+    other = hosts.on("pod-b")
+    other.load_crashed_trials()
+    later = time.time() + 2 * KEPT_SECONDS
+    set_clock(hosts.monkeypatch, history_file, time=lambda: later)
+
+    hosts.trial.save_trial({})
+
+    assert hosts.suspected_by(other) == []
+
+
+def test_the_files_of_other_hosts_are_read_once_per_renewal(hosts):
+    other = hosts.on("pod-b")
+    other.load_crashed_trials()
+    other.suspected_trials()
+
+    hosts.file.unlink()
+    hosts.pass_seconds(RENEWAL_SECONDS / 2)
+    assert list(other.suspected_trials()) == [{"zero_stage": 1}]
+
+
+def test_a_trial_of_a_process_of_this_host_is_suspected_once_the_process_has_ended(
+    tmp_path, monkeypatch
+):
+    seconds, ended = 0.0, []
+    set_clock(monkeypatch, history_file, monotonic=lambda: seconds)
+    history(tmp_path).save_trial({"zero_stage": 1})
+    other = history(tmp_path, owner="here-2", ended=ended)
+    other.load_crashed_trials()
+    assert list(other.suspected_trials()) == []
+
+    ended.append("here-1")
+    seconds = RENEWAL_SECONDS
+
+    assert list(other.suspected_trials()) == [{"zero_stage": 1}]
 
 
 def test_a_renewal_writes_a_deleted_record_again_but_none_after_the_trial(tmp_path, monkeypatch):
@@ -216,5 +323,5 @@ def test_without_a_folder_nothing_is_saved(tmp_path, monkeypatch):
 
     assert nowhere.load() == {}
     assert list(nowhere.load_crashed_trials()) == []
-    assert list(nowhere.recheck_crashed_trials()) == []
+    assert list(nowhere.suspected_trials()) == []
     assert list(tmp_path.iterdir()) == []
