@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from ....metrics.atomic_file import open_to_append
+from ....metrics.atomic_file import mend_last_line, open_to_append
 from .diagnose import context_of
 from .policy_types import Configuration, Mode, Numerics, Symptom, Value, Verdict
 from .trial import Decision
@@ -191,16 +191,12 @@ def _plain(value: object) -> list[object] | float:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append a line by one write call.
-
-    If a killed process or a full disk has cut the last line, begin a new line first.
-    """
+    """Append a line by one write call, also after a line that a killed process has cut."""
     descriptor = open_to_append(path)
     try:
+        mend_last_line(descriptor)
         size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        whole = b"\n" + line if is_torn else line
-        if os.write(descriptor, whole) < len(whole):
+        if os.write(descriptor, line) < len(line):
             os.ftruncate(descriptor, size)
             raise OSError("only a part of the line fitted")
     finally:

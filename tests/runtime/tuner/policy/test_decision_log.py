@@ -98,7 +98,7 @@ def test_a_line_that_a_full_disk_cut_short_damages_no_other(tmp_path):
 
     log.write(tmp_path, decided(decision()), decision())
 
-    _, whole = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
+    (whole,) = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
     assert parse_line(whole).decision == decided(decision())
 
 
