@@ -24,7 +24,6 @@ from .promql import (
     ON_GPU,
     ON_HOST,
     by,
-    earlier,
     rate,
     ratio,
     recorded_name,
@@ -554,30 +553,40 @@ WATCH_RATIO_BY_PART = recorded(
 )
 
 
-def rate_since_start(rates: str, timing: Timing, *matchers: str) -> str:
-    """Return rates of runs over the short range, or over its part in which a new run trained.
+def rate_since_start(operation: str, spec: MetricSpec, timing: Timing, *matchers: str) -> str:
+    """Return the rate of a counter that steps increase, by run, over the short range.
 
     `rate` divides by the whole range, so it would rise slowly from 0 during the first five minutes
-    of steps, after a start and after a restart. The part is the time in which rank 0 answers and
-    has taken a step. Without a start in the range it is not used: failed scrapes would shorten it.
+    of steps, after a start and after a restart. It also misses the first value of a series, which
+    is that of the first step. So in the first ten minutes of steps of a process, the result is the
+    increase in a step, times the steps in the range, over their time. Evaluations and checkpoints
+    between steps do not count then. The first steps count as one step of mean duration, because
+    they may compile or wait for data.
+
+    There is no result while no rank answers. Otherwise the last value of a run would be close to 0,
+    because `rate` has results for five minutes after the end.
 
     Args:
-        rates: PromQL with the rates over the short range, by job and run.
+        operation: The aggregation over ranks.
+        spec: The counter. It has no labels of its own.
         timing: Scales the range.
-        matchers: Label matchers of the runs.
+        matchers: Label matchers of the ranks.
     """
-    steps, short = select(training.STEPS, *matchers, 'rank="0"'), timing.short
-    gap = 2 * MINUTE
-    before = earlier(steps, short, gap=timing.duration(gap))
-    resets = f"resets({steps}[{timing.duration(SHORT_SECONDS + gap)}])"
-    started = f"({steps} > 0 unless {before} > 0 or {steps} > 0 and {resets} > 0)"
-    points = f"[{short}:{timing.evaluation}]"
-    trained = f"count_over_time(({by('max', steps)} > 0){points})"
-    # The first scrape with steps has those since the scrape before it.
-    per_scrape = f"count_over_time({steps}{points}) / count_over_time({steps}[{short}])"
-    trained = f"({trained} + clamp_min({by('max', per_scrape)} - 1, 0))"
-    share = f"clamp({trained} / scalar(count_over_time(vector(1){points})), {_LEAST_SHARE:g}, 1)"
-    return f"(\n{rates}\n/ on (job, run) ({share}\nand on (job, run) {started})\nor {rates}\n)"
+    total, young = select(spec, *matchers), timing.seconds(2 * SHORT_SECONDS)
+    seconds, steps = (
+        select(training.STEP_DURATION, *matchers, part=part) for part in ("_sum", "_count")
+    )
+    # As of the scrape, which may be a minute ago.
+    since_step = f"timestamp({seconds}) - {select(training.LAST_STEP_TIMESTAMP, *matchers)}"
+    since_step = f"clamp_min({since_step}, 0)"
+    new_steps, new_seconds = (
+        f"{each} - min_over_time({each}[{timing.short}])" for each in (steps, seconds)
+    )
+    steps_rate = f"({new_steps} + 1) / ({new_seconds} + {seconds} / {steps} + {since_step})"
+    at_start = f"({total} / {steps} * {steps_rate} and {seconds} + {since_step} < {young})"
+    # The process before a restart may have had another address.
+    rates = f"{at_start}\nor on (job, run, rank) {rate(spec, timing.short, *matchers)}"
+    return where(by(operation, rates), total)
 
 
 def _samples_rate(timing: Timing) -> str:
@@ -585,10 +594,9 @@ def _samples_rate(timing: Timing) -> str:
 
     There is no result for a run whose ranks share samples: the sum would be too large.
     """
-    samples = by("sum", rate(training.SAMPLES, timing.short))
     shared = select(training.SHARED_WORK, 'of="samples"')
     return (
-        f"{rate_since_start(samples, timing)}\n"
+        f"{rate_since_start('sum', training.SAMPLES, timing)}\n"
         f"unless on (job, run) last_over_time({shared}[{timing.short}])"
     )
 
@@ -630,7 +638,6 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 
 # Runs as a whole, for dashboards.
 STALLED_SECONDS = 300.0  # without progress
-_LEAST_SHARE = MINUTE / SHORT_SECONDS  # a first step, and a scrape interval, may take a minute
 RUN_STATE = recorded(training.RUN_ACTIVE, "state", _state_of_run)
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
 RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")

@@ -220,7 +220,8 @@ def _gpu_link_errors(timing: Timing) -> Alert:
         component="devices",
         severity="warning",
         expression=while_training(
-            "(\n" + with_card("\nor\n".join((retried, damaged, replayed)), timing, None) + "\n)", "rank"
+            "(\n" + with_card("\nor\n".join((retried, damaged, replayed)), timing, None) + "\n)",
+            "rank",
         ),
         for_seconds=0,
         keep_firing_seconds=30 * MINUTE,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...metrics.catalog.devices import DEVICE_INFO
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.catalog.training import SHARED_WORK
 from ...metrics.thresholds import Threshold
 from ..grafana.panels import Query
 from ..limits import selected
-from ..promql import NODE, ON_GPU, ON_HOST, by, rate, select, where
+from ..promql import ON_GPU, ON_HOST, by, select, where
 from ..recording_rules import GOODPUT, RUN_ATTEMPT, RUN_STATE, RecordingRule, rate_since_start
 from ..run_status import FIRST_END, RunStatus
 from ..timing import Timing
@@ -163,8 +164,7 @@ def rate_of_ranks(spec: MetricSpec, work: str = "", *, operation: str = "sum") -
         operation: An aggregation in place of the sum.
     """
     timing = Timing()
-    rates = by(operation, rate(spec, timing.short, *RANKS))
-    whole = rate_since_start(rates, timing, *RUN)
+    whole = rate_since_start(operation, spec, timing, *RANKS)
     if not work:
         return whole
     shared = select(SHARED_WORK, *RUN, f'of="{work}"')
@@ -186,14 +186,18 @@ def total_of_devices(spec: MetricSpec, *labels: str) -> str:
     """Return the sum of a state of devices over the chosen ranks, each device once.
 
     Of a rank that does not answer it is the last value within the time range shown, unless another
-    rank has its device now, as after a restart with fewer ranks.
+    rank has its card now, as after a restart with fewer ranks. Cards are compared by UUID: where
+    each process sees one GPU only, all ranks of a node call theirs cuda:0. A rank of which no UUID
+    is known counts.
     """
-    present = of_ranks(spec)
-    last = (
-        f"last_over_time({present}[$__range])\nunless on (job, run, rank) {present}"
-        f"\nunless on (job, run, node, device) {present}"
-    )
-    return by("sum", f"{present}\nor {by('max', last, NODE, 'device', *labels)}", *labels)
+    present, place = of_ranks(spec), f"job, run, {', '.join(DEVICE)}"
+    last = f"last_over_time({present}[$__range])\nunless on (job, run, rank) {present}"
+    known = f"last_over_time({of_ranks(DEVICE_INFO)}[$__range])"
+    # One card of each rank, which may have had several, that no rank has now.
+    free = f"topk by ({place}) (1, {known}\nunless on (job, run, uuid) {of_run(DEVICE_INFO)})"
+    cards = by("max", f"({last})\n* on ({place}) group_left (uuid) {free}", "uuid", *labels)
+    unknown = by("max", f"{last}\nunless on ({place}) {known}", *DEVICE, *labels)
+    return by("sum", f"{present}\nor {cards}\nor {unknown}", *labels)
 
 
 def _select(what: RecordingRule | MetricSpec, *matchers: str) -> str:

@@ -662,10 +662,13 @@ def test_what_a_dead_rank_has_counted_is_shown_while_another_answers(
     assert overhead["Failed hooks"] == {"step": 1}
 
 
-def test_a_gpu_that_another_rank_has_now_is_counted_once(prometheus: Prometheus) -> None:
-    found = shown(prometheus, DEVICES, "shrunk")
+@pytest.mark.parametrize(("run", "num_lost"), [("shrunk", 2), ("one GPU each", 3)])
+def test_a_gpu_is_counted_once_though_another_rank_has_it_now_or_another_the_same_number(
+    prometheus: Prometheus, run: str, num_lost: int
+) -> None:
+    found = shown(prometheus, DEVICES, run)
 
-    assert (found["Lost GPUs"], found["Row remaps"]) == ({"lost": 2}, {"pending": 2})
+    assert (found["Lost GPUs"], found["Row remaps"]) == ({"lost": num_lost}, {"pending": num_lost})
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,22 @@ from zerowatch.metrics.thresholds import EXPOSED_COMM_RATIO_HIGH
 
 RULE = RecordingRule(name="rule", expression=lambda timing: "1", labels=("run", "rank", "node"))
 RUN = 'job="$job", run="$run"'
-# Of a run that started within five minutes, the share of them in which rank 0 trained.
-STEPS_0 = f'zerowatch_steps_total{{{RUN}, rank="0"}}'
-SHARE = (
-    f"(clamp((count_over_time((max by (job, run) ({STEPS_0}) > 0)[5m:15s])"
-    f" + clamp_min(max by (job, run) (count_over_time({STEPS_0}[5m:15s])"
-    f" / count_over_time({STEPS_0}[5m])) - 1, 0))"
-    " / scalar(count_over_time(vector(1)[5m:15s])), 0.2, 1)"
-    f" and on (job, run) ({STEPS_0} > 0 unless last_over_time({STEPS_0}[2m] offset 5m) > 0"
-    f" or {STEPS_0} > 0 and resets({STEPS_0}[7m]) > 0))"
-)
 RANKS = f'{RUN}, node=~"$node", rank=~"$rank"'
+
+
+def rates_of(name: str) -> str:
+    """Return the rates of ranks: in the first ten minutes of steps, or over five minutes."""
+    seconds, steps = (
+        f"zerowatch_step_duration_seconds_{part}{{{RANKS}}}" for part in ("sum", "count")
+    )
+    waited = f"timestamp({seconds}) - zerowatch_last_step_timestamp_seconds{{{RANKS}}}"
+    waited = f"clamp_min({waited}, 0)"
+    return (
+        f"({name}{{{RANKS}}} / {steps} * ({steps} - min_over_time({steps}[5m]) + 1)"
+        f" / ({seconds} - min_over_time({seconds}[5m]) + {seconds} / {steps} + {waited})"
+        f" and {seconds} + {waited} < 600)"
+        f" or on (job, run, rank) rate({name}{{{RANKS}}}[5m])"
+    )
 
 
 def flat(expression: str) -> str:
@@ -89,20 +94,12 @@ def test_a_limit_is_drawn_for_all_runs_or_for_those_with_a_series():
 
 def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
     steps = f"zerowatch_steps_total{{{RANKS}}}"
-    rates = f"max by (job, run) (rate({steps}[5m]))"
     assert flat(queries.rate_of_ranks(STEPS, operation="max")) == (
-        f"( {rates} / on (job, run) {SHARE} or {rates} )"
+        f"max by (job, run) ({rates_of('zerowatch_steps_total')}) and on (job, run) {steps}"
     )
     assert flat(queries.total(STEPS, "a")) == (
         f"sum by (job, run, a) ({steps}"
         f" or last_over_time({steps}[$__range]) unless on (job, run, rank) {steps})"
-    )
-    devices = (
-        f"last_over_time({steps}[$__range]) unless on (job, run, rank) {steps}"
-        f" unless on (job, run, node, device) {steps}"
-    )
-    assert flat(queries.total_of_devices(STEPS, "a")) == (
-        f"sum by (job, run, a) ({steps} or max by (job, run, node, device, a) ({devices}))"
     )
     assert queries.by_node("max", RULE) == f"max by (job, run, node) (rule{{{RANKS}}})"
     assert queries.by_rank("max", RULE) == f"max by (job, run, rank, node) (rule{{{RANKS}}})"
@@ -114,12 +111,26 @@ def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
     )
 
 
+def test_the_devices_of_dead_ranks_are_counted_by_their_uuid():
+    steps, place = f"zerowatch_steps_total{{{RANKS}}}", "job, run, rank, node, device"
+    info, of_any = (f"zerowatch_device_info{{{ranks}}}" for ranks in (RANKS, RUN))
+    last = f"last_over_time({steps}[$__range]) unless on (job, run, rank) {steps}"
+    known = f"last_over_time({info}[$__range])"
+    free = f"topk by ({place}) (1, {known} unless on (job, run, uuid) {of_any})"
+
+    assert flat(queries.total_of_devices(STEPS, "a")) == (
+        f"sum by (job, run, a) ({steps}"
+        f" or max by (job, run, uuid, a) (({last}) * on ({place}) group_left (uuid) {free})"
+        f" or max by ({place}, a) ({last} unless on ({place}) {known}))"
+    )
+
+
 def test_a_rate_of_what_ranks_share_has_no_result():
     shared = f'zerowatch_shared_work{{{RUN}, of="tokens"}}'
-    rates = f"sum by (job, run) (rate(zerowatch_tokens_total{{{RANKS}}}[5m]))"
+    tokens = "zerowatch_tokens_total"
 
     assert flat(queries.rate_of_ranks(TOKENS, "tokens")) == (
-        f"( {rates} / on (job, run) {SHARE} or {rates} )"
+        f"sum by (job, run) ({rates_of(tokens)}) and on (job, run) {tokens}{{{RANKS}}}"
         f" unless on (job, run) last_over_time({shared}[5m])"
     )
 

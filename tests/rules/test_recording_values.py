@@ -267,35 +267,139 @@ def test_a_recording_rule_has_the_computed_value(rule, some_rules, tmp_path):
     assert failures(some_rules(only=rule.name), [look(rule, series, values)], tmp_path) == ""
 
 
-@pytest.mark.parametrize("every", [5, 15, 30, 60])
-@pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param(((20, GONE),), id="a new run"),
-        pytest.param(((20, 0),), id="a late first step"),
-        pytest.param(((10, 1), (10, GONE)), id="a restart"),
-        pytest.param(((18, 1), (1, GONE), (1, 0)), id="a restart at once"),
-        pytest.param(((19, 1), (0.4, GONE), (0.6, 1)), id="a restart without a pause"),
-    ],
-)
-def test_the_rate_of_samples_is_not_too_low_after_a_first_step(before, every, some_rules, tmp_path):
-    series = {}
-    for name, growth in (("steps", 2), ("samples", 16)):
-        stretches = [(m, value and growth * value) for m, value in (*before, (8, 1))]
-        series |= of_both(f"zerowatch_{name}_total", counter(*stretches, every=every))
-    test = look(recorded.SAMPLES_RATE, series, {})
+def stepping(
+    rank: int,
+    *processes: tuple[int, int, int],
+    step: float = 0.5,
+    first_step: float = 0,
+    every: int = 15,
+    minutes: int = 40,
+    unread: tuple[int, int] = (0, 0),
+) -> dict[str, str]:
+    """Return the series of a rank that takes steps of `step` seconds, with 16 samples a second.
+
+    Args:
+        rank: The rank.
+        processes: When a process begins to answer, when its first step begins, and when it ends.
+        step: Seconds of a step.
+        first_step: By how many seconds the first step of a process takes longer.
+        every: Seconds between two scrapes.
+        minutes: The length of the history.
+        unread: When scrapes of the rank begin to fail, and when they no longer fail.
+    """
+    names = ("steps_total", "samples_total", "last_step_timestamp_seconds")
+    names += ("step_duration_seconds_sum", "step_duration_seconds_count")
+    values: dict[str, list[str]] = {name: [] for name in names}
+    for now in range(0, 60 * minutes, every):
+        scraped: dict[str, float] = {}
+        for begin, first, end in processes:
+            if begin <= now < end and not unread[0] <= now < unread[1]:
+                scraped = {"steps_total": 0}
+                if count := max(0, int((now - first - first_step) / step)):
+                    seconds = count * step + first_step
+                    figures = (count, 16 * count * step, first + seconds, seconds, count)
+                    scraped = dict(zip(names, figures, strict=True))
+        for name, stored in values.items():
+            stale = "stale" if stored and stored[-1] not in ("stale", "_") else "_"
+            stored.append(f"{scraped[name]:.10g}" if name in scraped else stale)
+    series: dict[str, str] = {}
+    for name, stored in values.items():
+        series |= of_rank(rank, f"zerowatch_{name}", " ".join(stored))
+    return series
+
+
+def rates_of_samples(
+    series: dict[str, str], moments: range, low: float, high: float, *, every: int = 15
+):
+    """Return a test that the rate of samples is between `low` and `high` at these seconds."""
     name = recorded.SAMPLES_RATE.name
+    wrong = f"({name} < {low} or {name} > {high}) or absent({name})"
+    test = look(recorded.SAMPLES_RATE, series, {})
     test["interval"] = f"{every}s"
     test["promql_expr_test"] = [
-        {
-            "expr": f"({name} < 0.75 * 32 or {name} > 1.3 * 32) or absent({name})",
-            "eval_time": f"{20 * 60 + after}s",
-            "exp_samples": [],
-        }
-        for after in range(60 + 2 * every, 480, 15)
+        {"expr": wrong, "eval_time": f"{moment}s", "exp_samples": []} for moment in moments
     ]
+    return test
 
-    assert failures(some_rules(only=name), [test], tmp_path) == ""
+
+END = 3600  # after each history
+STARTS = {
+    "a new run": ((1200, 1200, END),),
+    "a late first step": ((0, 1200, END),),
+    "a restart": ((0, 0, 600), (1200, 1200, END)),
+    "a restart at once": ((0, 0, 1080), (1140, 1200, END)),
+    "a restart without a pause": ((0, 0, 1140), (1170, 1200, END)),
+}
+
+
+@pytest.mark.parametrize("every", [5, 15, 30, 60])
+@pytest.mark.parametrize("start", STARTS)
+def test_the_rate_of_samples_is_right_from_the_first_steps(start, every, some_rules, tmp_path):
+    series = stepping(0, *STARTS[start], every=every) | stepping(1, *STARTS[start], every=every)
+    moments = range(1200 + 15 + every, 1200 + 600, 15)
+    test = rates_of_samples(series, moments, 0.75 * 32, 1.1 * 32, every=every)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize("every", [15, 60])
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("step", [60, 120, 240])
+def test_the_rate_of_samples_is_not_too_high_after_a_long_first_step(
+    step, start, every, some_rules, tmp_path
+):
+    """Half of a rate is missing just before the second step ends."""
+    long = {"step": step, "every": every}
+    series = stepping(0, *STARTS[start], **long) | stepping(1, *STARTS[start], **long)
+    moments = range(1200 + step + every, 1200 + 600, 15)
+    test = rates_of_samples(series, moments, 0.5 * 32, 1.01 * 32, every=every)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize("every", [15, 60])
+@pytest.mark.parametrize("first_step", [60, 290])
+def test_a_first_step_that_compiles_does_not_lower_the_rate_of_samples(
+    first_step, every, some_rules, tmp_path
+):
+    start, compiling = STARTS["a restart"], {"first_step": first_step, "every": every}
+    series = stepping(0, *start, **compiling) | stepping(1, *start, **compiling)
+    moments = range(1200 + first_step + 2 * every + 30, 1200 + 900, 15)
+    test = rates_of_samples(series, moments, 0.75 * 32, 1.1 * 32, every=every)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+def test_after_a_restart_the_rate_of_samples_leaves_the_address_before_out(some_rules, tmp_path):
+    before, after = ((0, 0, 1170),), ((1170, 1200, END),)
+    moved = {
+        name.replace("10.0.0.", "10.0.1."): values
+        for rank in (0, 1)
+        for name, values in stepping(rank, *after).items()
+    }
+    series = stepping(0, *before) | stepping(1, *before) | moved
+    test = rates_of_samples(series, range(1230, 1800, 15), 0.75 * 32, 1.1 * 32)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize("minutes", [1, 2, 3, 4, 6])
+def test_failed_scrapes_of_a_rank_do_not_raise_the_rate_of_samples(minutes, some_rules, tmp_path):
+    series: dict[str, str] = {}
+    for rank in range(4):
+        unread = (1200, 1200 + 60 * minutes) if rank == 0 else (0, 0)
+        series |= stepping(rank, (0, 0, END), unread=unread)
+    test = rates_of_samples(series, range(1200, 2100, 15), 3 * 16 * 0.99, 4 * 16 * 1.01)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+def test_failed_scrapes_of_all_ranks_do_not_raise_the_rate_of_a_young_run(some_rules, tmp_path):
+    start = ((1200, 1200, END),)
+    series = stepping(0, *start, unread=(1290, 1380)) | stepping(1, *start, unread=(1290, 1380))
+    test = rates_of_samples(series, range(1380, 1800, 15), 0.7 * 32, 1.1 * 32)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
 
 
 def test_a_failed_scrape_does_not_raise_the_rate_of_samples(some_rules, tmp_path):
@@ -311,8 +415,38 @@ def test_a_failed_scrape_does_not_raise_the_rate_of_samples(some_rules, tmp_path
     assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
 
 
+@pytest.mark.parametrize("began", [0, 1110])
+def test_the_last_rate_of_samples_of_an_ended_run_is_that_of_its_last_minutes(
+    began, some_rules, tmp_path
+):
+    name, ended = recorded.SAMPLES_RATE.name, ((began, began, 1200),)
+    series = stepping(0, *ended) | stepping(1, *ended)
+    test = rates_of_samples(series, range(1185, 1200, 15), 0.95 * 32, 1.05 * 32)
+    for figure in ("last", "min"):
+        over = f"{figure}_over_time({name}[{1200 - began - 60}s] @ 1200)"
+        wrong = f"({over} < {0.95 * 32} or {over} > {1.05 * 32}) or absent({over})"
+        test["promql_expr_test"] += [{"expr": wrong, "eval_time": "30m", "exp_samples": []}]
+    test["promql_expr_test"] += [{"expr": name, "eval_time": "20m15s", "exp_samples": []}]
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+def test_the_rate_of_samples_falls_while_a_young_run_hangs(some_rules, tmp_path):
+    """The last step ends two minutes after the first began."""
+    series = {
+        name: " ".join([*values.split()[:89], *[values.split()[88]] * 70])
+        for rank in (0, 1)
+        for name, values in stepping(rank, (1200, 1200, END)).items()
+    }
+    test = rates_of_samples(series, range(1320 + 105, 1320 + 165, 15), 0.4 * 32, 0.6 * 32)
+    test["promql_expr_test"] += rates_of_samples(series, range(1695, 2000, 15), 0, 0.1)[
+        "promql_expr_test"
+    ]
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
 def test_samples_that_ranks_share_are_not_added_up(some_rules, tmp_path):
-    """Also not in the minutes after the end, in which there is still a rate."""
     series = of_both("zerowatch_samples_total", counter((5.5, 16), (1, None)))
     series |= of_both("zerowatch_shared_work", gauge((5.5, 1), (1, None)), of="samples")
     test = look(recorded.SAMPLES_RATE, training(MINUTES) | series, {})

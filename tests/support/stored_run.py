@@ -392,21 +392,43 @@ OF_THE_RUN_WITH_A_DEAD_RANK = [
     )
     if series.labels["rank"] == str(len(values) - 1)
 ]
+
+
+def devices_with_faults(
+    run: str, *devices: tuple[str, str, str, float, int, int]
+) -> Iterator[Series]:
+    """Yield the series of ranks on node b: rank, device, UUID, fault, when they began and ended.
+
+    An empty UUID is unknown.
+    """
+    for rank, device, uuid, fault, began, ended in devices:
+        labels = {"job": "zerowatch", "run": run, "rank": rank, "node": "b", "device": device}
+        for spec, own, value in (
+            (gpus.DEVICE_LOST, {}, fault),
+            (gpus.DEVICE_ROW_REMAP, {"state": "pending"}, fault),
+            *([(gpus.DEVICE_INFO, {"uuid": uuid}, 1)] if uuid else []),
+        ):
+            yield Series(spec.name, labels | own, value, began=began, ended=ended)
+
+
 # Rank 1 of this run has died, and rank 0 now has its GPU, which is lost. So is that of rank 2.
 OF_THE_SHRUNK_RUN = [
-    Series(
-        spec.name,
-        {"job": "zerowatch", "run": "shrunk", "rank": rank, "node": node, "device": device}
-        | labels,
-        1,
-        began=began,
-        ended=ended,
+    *devices_with_faults(
+        "shrunk",
+        ("1", "cuda:0", "A", 1, 600, 400),
+        ("2", "cuda:1", "B", 1, 600, 400),
+        ("0", "cuda:0", "A", 1, 300, 0),
     )
-    for spec, labels in ((gpus.DEVICE_LOST, {}), (gpus.DEVICE_ROW_REMAP, {"state": "pending"}))
-    for rank, node, device, began, ended in (
-        ("1", "b", "cuda:0", 600, 400),
-        ("2", "b", "cuda:1", 600, 400),
-        ("0", "b", "cuda:0", 300, 0),
+]
+# Each process of this run sees one GPU only. Rank 0 is healthy, and has a GPU that was rank 1's.
+OF_THE_RUN_WITH_ONE_GPU_EACH = [
+    *devices_with_faults(
+        "one GPU each",
+        ("0", "cuda:0", "A", 0, 600, 0),
+        ("1", "cuda:0", "A", 0, 600, 560),
+        ("1", "cuda:0", "B", 1, 545, 400),
+        ("2", "cuda:0", "C", 1, 600, 400),
+        ("3", "cuda:0", "", 1, 600, 400),
     )
 ]
 # A step of this run takes 40 seconds, in which Prometheus scrapes it two or three times.
@@ -422,8 +444,14 @@ OF_THE_RUN_WITH_LONG_STEPS = [
 ]
 # This run began 90 seconds ago.
 OF_THE_NEW_RUN = [
-    replace(series, labels={**series.labels, "run": "new"}, began=90)
-    for series in (*growing(steps.STEPS, 1), *growing(steps.SAMPLES, 10))
+    replace(series, labels={**series.labels, "run": "new"}, value=value, began=90)
+    for series, value in (
+        *((series, 90) for series in growing(steps.STEPS, 1)),
+        *((series, 900) for series in growing(steps.SAMPLES, 10)),
+        *((series, 90) for series in growing(steps.STEP_DURATION, 1, part="_sum")),
+        *((series, 90) for series in growing(steps.STEP_DURATION, 1, part="_count")),
+        *((series, NOW) for series in growing(steps.LAST_STEP_TIMESTAMP, 1)),
+    )
 ]
 # Names that are patterns which other names match.
 OF_RUNS_WITH_SIMILAR_NAMES = [
@@ -511,6 +539,7 @@ STORED = [
     *OF_THE_RUN_WITHOUT_BUCKETS,
     *OF_THE_RUN_WITH_A_DEAD_RANK,
     *OF_THE_SHRUNK_RUN,
+    *OF_THE_RUN_WITH_ONE_GPU_EACH,
     *OF_THE_RUN_WITH_LONG_STEPS,
     *OF_THE_NEW_RUN,
     *OF_RUNS_WITH_SIMILAR_NAMES,
