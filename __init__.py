@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .metrics import start_folder as _start_folder  # noqa: F401 (before the script changes it)
+
 if TYPE_CHECKING:
     __version__: str
     from .errors import BatchError as BatchError

@@ -4,7 +4,8 @@ The module lies in `metrics/`, although most settings are about training, becaus
 the command `zerowatch stack` need settings too, and they must work without torch and DeepSpeed.
 
 Order of precedence: call argument > ZEROWATCH_* environment > "zerowatch" block of the ds config >
-zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SERVE_PORT.
+zerowatch.toml > default. `serve.port` is ZEROWATCH_SERVE_PORT. zerowatch.toml is in the working
+directory, or else in that of the start: Hydra changes it before the script's own code runs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from pydantic_settings import (
 )
 
 from ..errors import SettingsError, cut, shortened
+from .start_folder import START_FOLDER
 from .thresholds import (
     DEVICE_UTILIZATION_LOW,
     EXPOSED_COMM_RATIO_HIGH,
@@ -47,6 +49,8 @@ from .thresholds import (
 )
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
+# The id that `zerowatch run` makes. Not with the prefix above: any other source precedes it.
+LAUNCHED_RUN_ID = "_ZEROWATCH_RUN_ID"
 TOML_FILE = Path("zerowatch.toml")
 DS_BLOCK = '"zerowatch" block of the ds config'
 # About 30 years: far above any useful time, and below what the clocks of the system can wait for.
@@ -441,11 +445,13 @@ def load_settings(
         SettingsError: A source names a setting that does not exist, or a value that is not allowed.
     """
     _check_environment_names(Settings, ENVIRONMENT_PREFIX)
+    toml_file = _toml_file()
     named_sources = {
         "call argument": _named_values(arguments, "call argument"),
         "environment": _from_environment(),
         DS_BLOCK: _named_values(ds_block, DS_BLOCK),
-        str(TOML_FILE): _from_toml(),
+        str(toml_file): _from_toml(toml_file),
+        "zerowatch run": _from_launcher(),
     }
     merged: dict[str, Any] = {}
     for origin, values in reversed(named_sources.items()):
@@ -517,15 +523,28 @@ def _service_links(environment: Mapping[str, str]) -> set[str]:
     return {*services, *others}
 
 
-def _from_toml() -> dict[str, Any]:
+def _from_launcher() -> dict[str, Any]:
+    run_id = os.environ.get(LAUNCHED_RUN_ID)
+    return {"run_id": run_id} if run_id else {}
+
+
+def _toml_file() -> Path:
+    """Return zerowatch.toml of the working directory, else that of the process's start."""
+    if START_FOLDER is None or os.path.lexists(TOML_FILE):
+        return TOML_FILE
+    at_start = START_FOLDER / TOML_FILE
+    return at_start if os.path.lexists(at_start) else TOML_FILE
+
+
+def _from_toml(file: Path) -> dict[str, Any]:
     try:
-        return TomlConfigSettingsSource(Settings, TOML_FILE)()
+        return TomlConfigSettingsSource(Settings, file)()
     except ValueError as error:  # tomllib.TOMLDecodeError is one
-        raise SettingsError(f"{TOML_FILE} is not valid TOML: {error}") from None
+        raise SettingsError(f"{file} is not valid TOML: {error}") from None
     except RecursionError:
-        raise SettingsError(f"{TOML_FILE} is nested too deeply") from None
+        raise SettingsError(f"{file} is nested too deeply") from None
     except OSError as error:
-        raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}") from None
+        raise SettingsError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from ..common.exit_notes import (
 )
 from ..common.fail_open import FailOpen
 from ..common.format_numbers import format_ranks
+from ..common.launcher_link import RunFolderReceiver
 from ..common.plain_text import write_line_if_open
 from ..memory.oom.killed_ranks import exit_headline, workers_of_host
 from ..monitor.step_ring import recover
@@ -42,13 +44,13 @@ ERROR_SECONDS = 60.0
 
 
 @contextmanager
-def record_worker_exits(runs: Path) -> Iterator[None]:
+def record_worker_exits(receiver: RunFolderReceiver) -> Iterator[None]:
     """Note and print the exits of this process's workers while the context is open.
 
     Each attempt prints the rank that failed first, and the ranks that had ended before.
 
     Args:
-        runs: The folder of run folders.
+        receiver: Receives the run folders.
     """
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -61,15 +63,15 @@ def record_worker_exits(runs: Path) -> Iterator[None]:
         running = running_local_ranks(agent)
         result = original(agent, worker_group)
         if result.failures:
-            note(
-                runs, worker_pids(worker_group), result.failures, ended_ranks(worker_group, running)
-            )
+            pids, ended = worker_pids(worker_group), ended_ranks(worker_group, running)
+            note(receiver.runs(), pids, result.failures, ended)
         return result
 
     def stopped(agent: Any, worker_group: Any) -> None:
         stop(agent, worker_group)
         if worker_group.state == WorkerState.HEALTHY:  # torch stops healthy ranks only then
-            note_ended_workers(runs, worker_pids(worker_group), "another node waited to join")
+            pids = worker_pids(worker_group)
+            note_ended_workers(receiver.runs(), pids, "another node waited to join")
 
     LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
     LocalElasticAgent._stop_workers = stopped  # type: ignore[method-assign]
@@ -111,19 +113,26 @@ def ended_ranks(worker_group: Any, running: Collection[int] | None) -> list[int]
 
 
 def write_notes(
-    runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], ended: Sequence[int] = ()
+    runs: Sequence[Path],
+    pids: Mapping[int, int],
+    failures: Mapping[int, Any],
+    ended: Sequence[int] = (),
 ) -> None:
     """Write a note on each worker that has left its liveness file, and print who failed first.
 
     Args:
-        runs: The folder of run folders.
+        runs: The folders of run folders.
         pids: Process ids of all workers by rank.
         failures: torch's ProcessFailure by rank, the first to exit first among those of a second.
         ended: The ranks that had exited with code 0 before.
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
-    noted = _call_with_limit(runs, lambda: _write_exit_notes(runs, pids, failures, first))
-    line, error = (None, None) if noted is None else noted
+    noted = [
+        _call_with_limit(each, partial(_write_exit_notes, each, pids, failures, first))
+        for each in runs
+    ]
+    line = next((each[0] for each in noted if each is not None and each[0] is not None), None)
+    error = next((each[1] for each in noted if each is not None and each[1] is not None), None)
     if line is None:
         # Usually an exception has ended the rank: it has removed its file, and has printed its
         # traceback. Or it could not write its file.
@@ -145,25 +154,28 @@ def write_notes(
         )
 
 
-def note_ended_workers(runs: Path, pids: Mapping[int, int], reason: str) -> None:
+def note_ended_workers(runs: Sequence[Path], pids: Mapping[int, int], reason: str) -> None:
     """Write a note on each worker that the launcher ends. A failure is logged.
 
     Args:
-        runs: The folder of run folders.
+        runs: The folders of run folders.
         pids: Process ids of the workers by rank.
         reason: Why the launcher ends them, such as "node host7 was lost".
     """
     text = f"was ended by the launcher, because {reason}"
-    FailOpen().call("exit notes", _call_with_limit, runs, lambda: _write_notes(runs, pids, text))
+    for each in runs:
+        body = partial(_write_notes, each, pids, text)
+        FailOpen().call("exit notes", _call_with_limit, each, body)
 
 
-def recover_steps(runs: Path) -> None:
+def recover_steps(runs: Sequence[Path]) -> None:
     """Append the last steps of this host's ranks that were killed to their logs.
 
     Args:
-        runs: The folder of run folders.
+        runs: The folders of run folders.
     """
-    _call_with_limit(runs, lambda: recover(runs))
+    for each in runs:
+        _call_with_limit(each, partial(recover, each))
 
 
 def is_answering(folder: Path) -> bool:

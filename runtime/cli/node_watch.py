@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CommandLineError
 from ..common.fail_open import FailOpen
+from ..common.launcher_link import RunFolderReceiver
 from ..common.plain_text import write_line_if_open
 from .launcher_notes import note_ended_workers, worker_pids
 
@@ -269,7 +270,7 @@ class NodeWatch:
 
 
 @contextmanager
-def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
+def watch_nodes(endpoint: str, receiver: RunFolderReceiver) -> Iterator[None]:
     """Watch the other nodes of each attempt that an agent of torch starts while this is open.
 
     If a node is lost after the nodes have met and before they know their ranks, they meet again.
@@ -277,7 +278,7 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
 
     Args:
         endpoint: Address of the rendezvous store, as the user wrote it.
-        runs: The folder of run folders. Ranks that are ended get a note there.
+        receiver: Receives the run folders. Ranks that are ended get a note there.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -299,7 +300,7 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
         if not watches and _is_watched(worker_group):  # the first meeting
             waiting = waiting_of(worker_group)
             if waiting is not None:
-                watches.append(NodeWatch(waiting, _ending(agent, waiting, endpoint, runs)))
+                watches.append(NodeWatch(waiting, _ending(agent, waiting, endpoint, receiver)))
         for num_meetings in count(1):
             try:
                 meet(agent, worker_group)
@@ -331,7 +332,7 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
                 is_alone = worker_group.group_world_size == 1
                 watch = NodeWatch(
                     heartbeats,
-                    _ending(agent, heartbeats, endpoint, runs),
+                    _ending(agent, heartbeats, endpoint, receiver),
                     partial(_kill_ranks, agent._pcontext),
                     partial(_members, worker_group),
                     partial(_joining, handler, handler.num_nodes_waiting) if is_alone else None,
@@ -357,11 +358,11 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
             worker_group.state = result.state  # from now on, a lost store ends the launcher
             watch.stop_counting()
         elif lost := watch.lost_nodes():
-            _leave(agent, lost, runs)
+            _leave(agent, lost, receiver.runs())
             return RunResult(state=WorkerState.UNHEALTHY)
         if result.failures and watch.killed_for:
             pids = worker_pids(worker_group)
-            note_killed_ranks(runs, pids, result.failures, watch.killed_for)
+            note_killed_ranks(receiver.runs(), pids, result.failures, watch.killed_for)
         return result
 
     LocalElasticAgent._rendezvous = met  # type: ignore[method-assign]
@@ -378,12 +379,12 @@ def watch_nodes(endpoint: str, runs: Path) -> Iterator[None]:
 
 
 def note_killed_ranks(
-    runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], names: str
+    runs: Sequence[Path], pids: Mapping[int, int], failures: Mapping[int, Any], names: str
 ) -> None:
     """Note why ranks were killed; their first notes only say that SIGKILL ended them.
 
     Args:
-        runs: The folder of run folders.
+        runs: The folders of run folders.
         pids: Process ids of the workers by rank.
         failures: torch's ProcessFailure by rank.
         names: Names of the lost nodes.
@@ -498,7 +499,7 @@ def _waiting(worker_group: Any) -> NodeHeartbeats:
 
 
 def _ending(
-    agent: Any, heartbeats: NodeHeartbeats, endpoint: str, runs: Path
+    agent: Any, heartbeats: NodeHeartbeats, endpoint: str, receiver: RunFolderReceiver
 ) -> Callable[[], None]:
     from torch.distributed.elastic.agent.server.api import WorkerState
 
@@ -529,13 +530,14 @@ def _ending(
         is_ending_ranks = agent._pcontext is not None and _kill_ranks(agent._pcontext)
         write_line_if_open(sys.stderr, store_lost_text(endpoint, reason))
         if is_ending_ranks:
-            note_ended_workers(runs, worker_pids(group), f"the store at {endpoint} was lost")
+            text = f"the store at {endpoint} was lost"
+            note_ended_workers(receiver.runs(), worker_pids(group), text)
         os._exit(1)
 
     return end
 
 
-def _leave(agent: Any, lost: Sequence[LostNode], runs: Path) -> None:
+def _leave(agent: Any, lost: Sequence[LostNode], runs: Sequence[Path]) -> None:
     """End the ranks of this node after the loss of another one.
 
     Raises:
@@ -601,7 +603,7 @@ def _kill_ranks(context: Any) -> bool:
     return bool(running)
 
 
-def _note_lost_nodes(runs: Path, pids: Mapping[int, int], names: str) -> None:
+def _note_lost_nodes(runs: Sequence[Path], pids: Mapping[int, int], names: str) -> None:
     note_ended_workers(runs, pids, f"node {names} was lost")
 
 

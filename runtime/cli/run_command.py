@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CommandLineError
-from ...metrics.settings import ENVIRONMENT_PREFIX, ConsoleMode, load_settings
+from ...metrics.settings import LAUNCHED_RUN_ID, ConsoleMode, load_settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ..common.launcher_link import RunFolderReceiver
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -43,10 +45,10 @@ def launch(arguments: Sequence[str]) -> int:
     _set_run_id(options)
     _prepare_restarts(options)
     settings = load_settings()
-    with receive_run_folder() as receiver:
+    with receive_run_folder(settings.run_log.folder) as receiver:
         code, error = _run_ranks(
             _monitored_command(arguments, options),
-            settings.run_log.folder,
+            receiver,
             options.rdzv_endpoint,
             options.rdzv_id,
         )
@@ -58,13 +60,13 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def _run_ranks(
-    command: list[str], runs: Path, endpoint: str, job_id: str
+    command: list[str], receiver: RunFolderReceiver, endpoint: str, job_id: str
 ) -> tuple[int, ChildFailedError | None]:
     """Run torchrun with a command line; return the exit code, and the error of a rank that failed.
 
     Args:
         command: The command line.
-        runs: The folder of run folders.
+        receiver: Receives the run folders.
         endpoint: Address of the rendezvous store.
         job_id: torchrun's `--rdzv-id`.
 
@@ -80,11 +82,15 @@ def _run_ranks(
     from .node_watch import rendezvous_failure, watch_nodes
 
     try:
-        with record_worker_exits(runs), watch_nodes(endpoint, runs), _errors_of_options():
+        with (
+            record_worker_exits(receiver),
+            watch_nodes(endpoint, receiver),
+            _errors_of_options(),
+        ):
             try:
                 torchrun.main(command)
             finally:  # the rings of this node's ranks are on this node
-                recover_steps(runs)
+                recover_steps(receiver.runs())
     except RendezvousError as error:
         raise CommandLineError(rendezvous_failure(error, endpoint, job_id)) from error
     except ChildFailedError as error:
@@ -134,20 +140,21 @@ def _print_ends(folders: Sequence[Path], code: int, console: ConsoleMode) -> int
     Args:
         folders: The run folders.
         code: The exit code of the ranks.
-        console: What is printed.
+        console: What is printed of a run whose settings cannot be read.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from .launcher_notes import is_answering
-    from .run_end import print_run_end
+    from .run_end import console_of, print_run_end
 
-    is_in_order = code in (0, 128 + signal.SIGINT)
+    is_in_order, is_stopped = code in (0, 128 + signal.SIGINT), False
     for folder in folders:
         try:
             if is_answering(folder):
-                print_run_end(folder, is_in_order=is_in_order, console=console)
+                shown = "off" if is_stopped else console_of(folder, console)
+                print_run_end(folder, is_in_order=is_in_order, console=shown)
         except SignalException as error:
-            code, console = code or 128 + error.sigval, "off"
+            code, is_stopped = code or 128 + error.sigval, True
     return code
 
 
@@ -199,7 +206,7 @@ def _set_run_id(options: Namespace) -> None:
     from ..common.process_info import new_run_id
 
     if load_settings().run_id is None and parse_min_max_nnodes(options.nnodes)[1] == 1:
-        os.environ[f"{ENVIRONMENT_PREFIX}RUN_ID"] = new_run_id()
+        os.environ[LAUNCHED_RUN_ID] = new_run_id()
 
 
 def _prepare_restarts(options: Namespace) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 from ...metrics.settings import ConsoleMode
 from ..common.plain_text import write_line_if_open
@@ -34,6 +36,20 @@ def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> N
             page = folder / REPORT_FILE
             line = report_line(folder, page if is_in_order and page.is_file() else None)
             write_line_if_open(sys.stderr, line)
+
+
+def console_of(folder: Path, default: ConsoleMode) -> ConsoleMode:
+    """Return what a run prints by its own settings, to which its script and ds config belong.
+
+    Args:
+        folder: The run folder.
+        default: The result if the settings cannot be read.
+    """
+    try:
+        console = json.loads((folder / "settings.json").read_text("utf-8"))["console"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return default
+    return console if console in get_args(ConsoleMode) else default
 
 
 def _has_step(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from ...metrics.backoff import Backoff
 from ...metrics.file_lock import LOCK_FILE
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
+from ..common.launcher_link import send_run_folder
 from ..common.process_info import (
     ProcessInfo,
     launcher_identity,
@@ -238,6 +239,8 @@ class RunFolder:
             on_deleted=self._restore_files,
         )
         self._sign(folder)
+        if self._process.local_rank == 0:
+            send_run_folder(folder, rank=self._process.rank)
         if self._process.rank == 0:
             write_settings(folder, self._settings, self.files)
         log.append(*self._held)

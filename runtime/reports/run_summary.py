@@ -91,6 +91,11 @@ STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
 MIN_STEPS_FOR_QUANTILES = 20
 CHECKPOINT_RATIO_HIGH = 0.10
 _COMPUTE = ("forward", "backward", "optimizer")
+_WITHOUT_DEEPSPEED = "none"  # in place of a ZeRO stage
+# Headlines of out-of-memory reports about the memory that a data loader's workers share.
+_HOST_MEMORY = re.compile(
+    r"out of memory on cpu\b|\(in DataLoader worker|killed by the kernel's OOM killer"
+)
 _CAUSE_TEXTS = {
     "imbalance": "another rank was late",
     "latency": "each call has a fixed cost",
@@ -1625,8 +1630,28 @@ def _advice_on_straggler(phase: str | None) -> str:
     )
 
 
+# Only what DistributedDataParallel and fully_shard have.
+_ADVICE_WITHOUT_DEEPSPEED = {
+    "imbalance": (
+        "Look at the slowest rank in the table of ranks. If batches differ in length, sort or pack "
+        "them."
+    ),
+    "latency": (
+        "Send fewer, larger messages: a larger bucket_cap_mb of DistributedDataParallel, or "
+        "fully_shard on larger modules. Larger micro-batches need fewer messages per sample."
+    ),
+    "bandwidth": (
+        "Send less: larger micro-batches with fewer accumulation steps. DistributedDataParallel "
+        "compresses gradients by register_comm_hook. fully_shard sends less with "
+        "reshard_after_forward=False if memory allows."
+    ),
+}
+
+
 def _advice_on_cause(cause: str | None, found: _Evidence) -> str:
     stage = found.facts.info.get("zero_stage", "")
+    if stage == _WITHOUT_DEEPSPEED and cause in _ADVICE_WITHOUT_DEEPSPEED:
+        return _ADVICE_WITHOUT_DEEPSPEED[cause]
     if cause == "imbalance" and found.figure("pipeline_bubble_ratio"):
         return (
             "Give the pipeline more micro-batches per step (gradient_accumulation_steps), and its "
@@ -1729,6 +1754,19 @@ def _place(memory: DeviceMemory) -> str:
     return f"{memory.device} of rank {memory.rank}"
 
 
+def _advice_on_data(found: _Evidence) -> str:
+    reports = [each.headline for each in found.incidents if each.kind == "out_of_memory"]
+    if any(_HOST_MEMORY.search(headline) for headline in reports):
+        return (
+            "The host ran out of memory, so do not add workers or prefetch more: store the data "
+            "preprocessed, or make each sample cheaper to load."
+        )
+    return (
+        "Give the DataLoader more workers or a larger prefetch_factor, or store the data "
+        "preprocessed."
+    )
+
+
 def _time_findings(found: _Evidence) -> Iterator[Finding]:
     data = found.figure("data_ratio")
     if data > found.limit(DATA_RATIO_HIGH):
@@ -1736,8 +1774,7 @@ def _time_findings(found: _Evidence) -> Iterator[Finding]:
             severity="warning",
             name="data",
             sentence=f"Training waited for data {percent(data)} of its time.",
-            advice="Give the DataLoader more workers or a larger prefetch_factor, or store the "
-            "data preprocessed.",
+            advice=_advice_on_data(found),
             cost_ratio=data,
         )
     if (saved := found.figure("checkpoint_ratio")) > CHECKPOINT_RATIO_HIGH:

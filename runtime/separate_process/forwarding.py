@@ -527,8 +527,8 @@ class ForwardedRunFolder:
     def _on_run(self, run: OpenedRun) -> None:
         if self.ring is not None and run.log is not None:
             self.ring.set_log(Path(run.log), run.identity, every_step=run.every_step)
-        if self.rank == 0 and run.folder is not None:
-            send_run_folder(Path(run.folder))
+        if run.folder is not None and run.identity.get("local_rank") == 0:
+            send_run_folder(Path(run.folder), rank=self.rank)
 
     def close(self, *, is_complete: bool = True) -> None:
         """Let the monitoring process complete the folder, and release the ring."""

@@ -1,8 +1,10 @@
-"""Tests of the settings: precedence of the sources, and errors about invalid values."""
+"""Tests of the settings: precedence of the sources, `start_folder.py`, and errors in values."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from zerowatch.errors import SettingsError
-from zerowatch.metrics.settings import Settings, load_settings
+from zerowatch.metrics import settings as settings_module
+from zerowatch.metrics.settings import LAUNCHED_RUN_ID, Settings, load_settings
 from zerowatch.metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 
 
@@ -45,6 +48,67 @@ def test_each_source_overrides_the_sources_below_it(monkeypatch, tmp_path):
     ports.append(load_settings({"serve": {"port": 1004}}, ds_block).serve.port)
 
     assert ports == [9464, 1001, 1002, 1003, 1004]
+
+
+@pytest.mark.parametrize(
+    ("in_output", "port"), [("", 1001), ("[serve]\nport = 1002\n", 1002)], ids=["none", "another"]
+)
+def test_a_script_that_changes_its_folder_keeps_the_file_of_its_start(
+    tmp_path: Path, in_output: str, port: int
+) -> None:
+    (tmp_path / "zerowatch.toml").write_text("[serve]\nport = 1001\n")
+    (tmp_path / "output").mkdir()
+    if in_output:
+        (tmp_path / "output/zerowatch.toml").write_text(in_output)
+    script = (
+        "import os, zerowatch; os.chdir('output')\n"
+        "from zerowatch.metrics.settings import load_settings; print(load_settings().serve.port)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == f"{port}\n"
+
+
+def test_an_error_in_the_file_of_the_start_names_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start/zerowatch.toml").write_text("[serve]\nport = -1\n")
+    monkeypatch.setattr(settings_module, "START_FOLDER", tmp_path / "start")
+
+    assert error_of().startswith(f"setting 'serve.port' ({tmp_path}/start/zerowatch.toml): ")
+
+
+def test_a_start_in_a_deleted_folder_is_no_error(tmp_path: Path) -> None:
+    start = tmp_path / "deleted"
+    start.mkdir()
+    script = (
+        f"import os, sys; os.rmdir({str(start)!r}); import zerowatch; os.chdir('/')\n"
+        "from zerowatch.metrics.settings import load_settings\n"
+        "from zerowatch.metrics.start_folder import START_FOLDER\n"
+        "print(START_FOLDER, load_settings().serve.port)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=start, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "None 9464\n"
+
+
+def test_the_run_id_of_the_launcher_is_used_if_no_source_has_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(LAUNCHED_RUN_ID, "made")
+
+    run_ids = [load_settings().run_id, load_settings(None, {"run_id": "block"}).run_id]
+    (tmp_path / "zerowatch.toml").write_text("run_id = 'file'\n")
+    run_ids.append(load_settings().run_id)
+
+    assert run_ids == ["made", "block", "file"]
 
 
 def test_sources_are_merged_setting_by_setting(monkeypatch, tmp_path):

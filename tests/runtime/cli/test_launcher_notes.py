@@ -53,7 +53,7 @@ def test_the_first_rank_to_exit_is_printed_with_its_code_or_signal(
     found: dict[int, SimpleNamespace],
     line: str,
 ) -> None:
-    write_notes(tmp_path, {rank: 100 + rank for rank in range(6)}, found)
+    write_notes([tmp_path], {rank: 100 + rank for rank in range(6)}, found)
 
     [printed] = capsys.readouterr().err.splitlines()
     assert printed.startswith(f"zerowatch: {line}")
@@ -86,7 +86,7 @@ def test_the_error_that_the_first_rank_has_noted_is_printed(
     note = '{"text": "ended after rank 1 had failed with KeyError", "may_be_oom_kill": false}'
     (tmp_path / "run/exits/rank-0-100-7-error.note.json").write_text(note)
 
-    write_notes(tmp_path, {0: 100, 1: 101}, failures(rank_0=(1, 7.0)))
+    write_notes([tmp_path], {0: 100, 1: 101}, failures(rank_0=(1, 7.0)))
 
     [printed] = capsys.readouterr().err.splitlines()
     assert printed == (

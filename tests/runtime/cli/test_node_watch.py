@@ -46,6 +46,7 @@ from zerowatch.runtime.cli.node_watch import (
     NodeWatch,
     rendezvous_failure,
 )
+from zerowatch.runtime.common.launcher_link import RunFolderReceiver
 
 LIMIT_SECONDS = 60.0
 
@@ -61,6 +62,10 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+def receiver_of(runs: Path) -> RunFolderReceiver:
+    return RunFolderReceiver(runs / "unnamed", runs)
 
 
 def nodes(store: Any, clock: Clock, num: int) -> list[NodeHeartbeats]:
@@ -331,7 +336,7 @@ def test_a_node_without_restarts_left_ends_and_leaves_the_job_open_for_the_other
     agent = agent_of(handler, ranks, restarts=0)
 
     with pytest.raises(CommandLineError, match="--max-restarts"):
-        node_watch._leave(agent, [LostNode("host0", 21.0)], tmp_path)
+        node_watch._leave(agent, [LostNode("host0", 21.0)], [tmp_path])
 
     handler.shutdown()  # as torch's launcher does at the end
     assert all(each.proc.returncode is not None for each in ranks.subprocess_handlers.values())
@@ -343,7 +348,7 @@ def test_ranks_end_and_may_start_again_while_restarts_are_left(
 ) -> None:
     handler = rendezvous(HashStore())
 
-    node_watch._leave(agent_of(handler, ranks, restarts=1), [LostNode("host0", 21.0)], tmp_path)
+    node_watch._leave(agent_of(handler, ranks, restarts=1), [LostNode("host0", 21.0)], [tmp_path])
 
     assert all(each.proc.returncode is not None for each in ranks.subprocess_handlers.values())
     assert "node lost: host0 (no heartbeat for 21 s)" in capsys.readouterr().err
@@ -371,7 +376,7 @@ def test_the_nodes_meet_again_if_one_is_lost_before_they_know_their_ranks(
     thread.start()
     wait_until(lambda: lost._state_holder.state.participants)
 
-    with node_watch.watch_nodes("host0:29400", tmp_path):
+    with node_watch.watch_nodes("host0:29400", receiver_of(tmp_path)):
         agent._rendezvous(agent._worker_group)
 
     thread.join()
@@ -398,7 +403,7 @@ def test_meetings_that_lose_a_node_each_time_end_with_an_error(
     agent = LocalElasticAgent(spec, DefaultLogsSpecs())
 
     with (
-        node_watch.watch_nodes("host0:29400", tmp_path),
+        node_watch.watch_nodes("host0:29400", receiver_of(tmp_path)),
         pytest.raises(CommandLineError, match=r"in 5 meetings at host0:29400 .*wait timeout"),
     ):
         agent._rendezvous(agent._worker_group)
@@ -434,7 +439,7 @@ def test_a_port_that_another_process_uses_is_named(
         agent = static_agent(address, 1)
 
         with (
-            node_watch.watch_nodes(endpoint, tmp_path),
+            node_watch.watch_nodes(endpoint, receiver_of(tmp_path)),
             pytest.raises(CommandLineError) as raised,
         ):
             agent._rendezvous(agent._worker_group)
@@ -455,7 +460,7 @@ def test_a_missing_node_of_a_static_rendezvous_is_no_traceback(
     agent = static_agent("host0:29500", 2)
 
     with (
-        node_watch.watch_nodes("", tmp_path),
+        node_watch.watch_nodes("", receiver_of(tmp_path)),
         pytest.raises(CommandLineError, match=r"at host0:29500 .*: Timed out .* joined\. If"),
     ):
         agent._rendezvous(agent._worker_group)
@@ -530,7 +535,7 @@ def test_restarted_ranks_are_not_killed_for_a_node_that_the_earlier_attempt_has_
     monkeypatch.setattr(node_watch, "_kill_ranks", kill)
     agent = sleeping_agent(rendezvous(HashStore()), tmp_path, 2)
     try:
-        with node_watch.watch_nodes("host0:29400", tmp_path):
+        with node_watch.watch_nodes("host0:29400", receiver_of(tmp_path)):
             start(agent)
             earlier = agent._pcontext
             agent._stop_workers(agent._worker_group)
@@ -578,7 +583,7 @@ def test_a_node_that_trains_alone_trains_on_without_the_store_until_a_rank_fails
     agent = sleeping_agent(handler, tmp_path, 1)
     group = agent._worker_group
     try:
-        with node_watch.watch_nodes("host0:29400", tmp_path):
+        with node_watch.watch_nodes("host0:29400", receiver_of(tmp_path)):
             start(agent)
             assert asked.wait(LIMIT_SECONDS)
             clock.seconds += STORE_LOST_SECONDS + 1
@@ -686,7 +691,7 @@ def test_a_launcher_ends_without_the_store_with_the_result_of_its_ranks(
     agent = agent_of(rendezvous(HashStore()), ranks, restarts=1)
 
     with pytest.raises(SystemExit) as raised:
-        node_watch._ending(agent, node, "host0:29400", tmp_path)()
+        node_watch._ending(agent, node, "host0:29400", receiver_of(tmp_path))()
 
     assert raised.value.code == code
     assert "host0:29400 (--rdzv-endpoint) has not answered for 30 s" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from zerowatch.__main__ import main
 from zerowatch.errors import CommandLineError
+from zerowatch.metrics.settings import LAUNCHED_RUN_ID, load_settings
 from zerowatch.runtime.cli import launcher_notes, run_end
 from zerowatch.runtime.cli.run_command import launch
 from zerowatch.runtime.common.launcher_link import send_run_folder
@@ -319,7 +320,6 @@ def test_an_error_of_the_agent_itself_is_not_one_of_the_command_line(
 def test_steps_of_killed_ranks_are_recovered_on_a_node_without_rank_zero(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None
 ) -> None:
-    """Only rank 0 reports its run folder to its launcher."""
     monkeypatch.setenv("ZEROWATCH_RUN_LOG_FOLDER", str(tmp_path))
     recovered: list[Path] = []
     monkeypatch.setattr(launcher_notes, "recover", recovered.append)
@@ -343,7 +343,7 @@ def test_a_signal_while_tables_are_made_leaves_the_lines_of_the_reports_and_the_
 
     def train(line: list[str]) -> None:
         for folder in folders:
-            send_run_folder(folder)
+            send_run_folder(folder, rank=0)
         if status:
             raise ChildFailedError("job", {0: ProcessFailure(0, 7, status, "")})
 
@@ -356,6 +356,39 @@ def test_a_signal_while_tables_are_made_leaves_the_lines_of_the_reports_and_the_
     assert launch([__file__]) == code
     lines = capsys.readouterr().err
     assert [f"zerowatch report {folder}" in lines for folder in folders] == [True, True]
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(("settings", "num_tables"), [('{"console": "off"}', 0), ("{", 1)])
+def test_tables_are_printed_as_the_settings_of_the_run_say(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: str,
+    num_tables: int,
+) -> None:
+    """Those of the launcher lack what the script's call and its ds config set."""
+    folder = write_run(tmp_path / "run")
+    (folder / "settings.json").write_text(settings)
+    monkeypatch.setattr(torch.distributed.run, "main", lambda line: send_run_folder(folder, rank=0))
+
+    assert launch([__file__]) == 0
+    printed = capsys.readouterr().err
+    assert printed.count("Where the time went") == num_tables
+    assert f"zerowatch report {folder}" in printed
+
+
+@pytest.mark.jobs
+def test_the_exits_of_ranks_are_noted_in_the_folder_that_the_ds_config_names(
+    tmp_path: Path,
+) -> None:
+    finished = launched(*TWO_RANKS, SCRIPTS / "cli" / "kill_rank_1.py", cwd=tmp_path)
+
+    (line,) = [line for line in finished.stderr.splitlines() if "was the first rank" in line]
+    assert re.search(r"rank 1 .*, by SIGKILL, after step \d+", line)
+    notes = list((tmp_path / "shared").glob("*/exits/rank-*-launcher.note.json"))
+    assert sorted(note.name.split("-")[1] for note in notes) == ["0", "1"]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.usefixtures("fake_torchrun")
@@ -375,9 +408,9 @@ def test_an_error_of_the_rendezvous_is_one_of_the_command_line(
 def test_the_launcher_of_a_single_node_chooses_the_run_id(
     monkeypatch: pytest.MonkeyPatch, nnodes: str, is_set: bool
 ) -> None:
-    monkeypatch.setenv("ZEROWATCH_RUN_ID", "")
     monkeypatch.delenv("ZEROWATCH_RUN_ID")
+    monkeypatch.setenv(LAUNCHED_RUN_ID, "")
 
     started_by(monkeypatch, "--nnodes", nnodes, "--rdzv-backend=c10d", __file__)
 
-    assert (os.environ.pop("ZEROWATCH_RUN_ID", None) is not None) is is_set
+    assert (load_settings().run_id is not None) is is_set

@@ -22,6 +22,7 @@ from fakes.steps import step as record
 
 from zerowatch.metrics.file_lock import LOCK_FILE
 from zerowatch.metrics.settings import Settings
+from zerowatch.runtime.common.launcher_link import receive_run_folder
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
 from zerowatch.runtime.monitor import run_folder as run_folder_module
@@ -41,15 +42,34 @@ def open_folder(
     runs: Path,
     *,
     rank: int = 0,
+    local_rank: int = 0,
     attempt: int = 0,
     run_id: str = RUN_ID,
     now: Callable[[], float] = time.monotonic,
 ) -> RunFolder:
-    process = ProcessInfo(rank=rank, local_rank=0, world_size=2, host="here", attempt=attempt)
+    process = ProcessInfo(
+        rank=rank, local_rank=local_rank, world_size=2, host="here", attempt=attempt
+    )
     store = RankStore(process, 0)
     targets = TargetDiscovery(store, process)
     settings = Settings(run_id=run_id, run_log={"folder": runs})
     return RunFolder(settings, process, store, targets, now)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "is_sent", "is_of_rank_0"),
+    [(0, 0, True, True), (2, 0, True, False), (1, 1, False, False)],
+)
+def test_local_rank_0_names_the_run_folder_to_the_launcher(
+    tmp_path: Path, rank: int, local_rank: int, is_sent: bool, is_of_rank_0: bool
+) -> None:
+    with receive_run_folder(tmp_path / "runs") as receiver:
+        folder = open_folder(tmp_path / "shared", rank=rank, local_rank=local_rank)
+        folder.append([record(1)])
+        folder.close()
+
+        assert (tmp_path / "shared" in receiver.runs()) is is_sent
+        assert (tmp_path / "shared" / RUN_ID in receiver.folders()) is is_of_rank_0
 
 
 def is_locked(folder: Path) -> bool:

@@ -236,17 +236,6 @@ def test_another_rank_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert caplog.messages == []
 
 
-def test_the_launcher_learns_the_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Path] = []
-    monkeypatch.setattr(run_info, "send_run_folder", sent.append)
-
-    publisher(watch_context(engine(), folder=tmp_path)).poll()
-
-    assert sent == [tmp_path]
-
-
 @pytest.mark.parametrize(("rank", "expected"), [(0, {("exposed_comm_ratio_high",): 0.25}), (1, {})])
 def test_rank_0_publishes_the_thresholds_that_the_settings_replace(
     rank: int, expected: dict[tuple[str, ...], float]

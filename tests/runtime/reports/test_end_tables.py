@@ -194,8 +194,8 @@ def test_under_zerowatch_run_the_launcher_prints_the_end_once(
 ) -> None:
     folder = write_run(tmp_path / "night")
 
-    with launcher_link.receive_run_folder() as receiver, caplog.at_level(logging.INFO):
-        launcher_link.send_run_folder(folder)
+    with launcher_link.receive_run_folder(Path("runs")) as receiver, caplog.at_level(logging.INFO):
+        launcher_link.send_run_folder(folder, rank=0)
         announce_report(folder, is_ours=True, console="summary")
         in_rank = capsys.readouterr().err
         (received,) = receiver.folders()
@@ -226,7 +226,7 @@ def test_a_run_without_a_step_prints_nothing(
 
 
 def test_a_launcher_whose_rank_0_is_elsewhere_receives_no_folder() -> None:
-    with launcher_link.receive_run_folder() as receiver:
+    with launcher_link.receive_run_folder(Path("runs")) as receiver:
         assert receiver.folders() == []
 
 
@@ -252,16 +252,16 @@ def test_communication_per_step_is_the_mean_of_the_ranks_as_the_phases_are(tmp_p
 def test_a_job_that_a_rank_starts_does_not_answer_to_the_launcher(tmp_path: Path) -> None:
     answers = (
         "from pathlib import Path; from zerowatch.runtime.common import launcher_link as link\n"
-        "link.send_run_folder(Path('inner')); print(link.has_launcher())"
+        "link.send_run_folder(Path('inner'), rank=0); print(link.has_launcher())"
     )
     rank = (
         "import subprocess, sys; from pathlib import Path\n"
         "from zerowatch.runtime.common import launcher_link as link\n"
-        "link.send_run_folder(Path('outer')); print(link.has_launcher(), flush=True)\n"
+        "link.send_run_folder(Path('outer'), rank=0); print(link.has_launcher(), flush=True)\n"
         f"subprocess.run([sys.executable, '-c', {answers!r}], check=True)"
     )
 
-    with launcher_link.receive_run_folder() as receiver:
+    with launcher_link.receive_run_folder(Path("runs")) as receiver:
         done = subprocess.run(
             [sys.executable, "-c", rank], check=True, capture_output=True, text=True
         )

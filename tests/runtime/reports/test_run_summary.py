@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -1204,6 +1205,9 @@ def test_the_main_cause_of_waiting_is_named_with_its_extent(
         ("redundancy", {"volume": 1.5}, "needs. It sends 1.5 times the reference."),
         ("bandwidth", {"stage": "2"}, "accumulation steps, or gradient compression."),
         ("bandwidth", {"stage": "3"}, "steps, a lower ZeRO stage if memory allows, or gradient"),
+        ("imbalance", {"stage": "none"}, "Look at the slowest rank in the table of ranks."),
+        ("latency", {"stage": "none"}, "bucket_cap_mb"),
+        ("bandwidth", {"stage": "none"}, "reshard_after_forward=False"),
     ],
 )
 def test_the_advice_on_waiting_depends_on_its_cause(
@@ -1212,6 +1216,41 @@ def test_the_advice_on_waiting_depends_on_its_cause(
     finding = exposed_finding(tmp_path / "run", {cause: 1.0} if cause else {}, **options)
 
     assert advice in finding.advice
+
+
+@pytest.mark.parametrize("cause", ["imbalance", "latency", "bandwidth"])
+def test_advice_without_deepspeed_names_nothing_that_needs_it(tmp_path: Path, cause: str) -> None:
+    words = re.compile(r"TrainingRun|\w+_bucket_size|overlap_comm|ZeRO|gradient_accumulation_steps")
+    with_deepspeed = exposed_finding(tmp_path / "with", {cause: 1.0}, stage="3")
+    without = exposed_finding(tmp_path / "without", {cause: 1.0}, stage="none")
+
+    assert words.search(with_deepspeed.advice)
+    assert not words.search(without.advice)
+
+
+@pytest.mark.parametrize(
+    ("report", "is_more_advised"),
+    [
+        (None, True),
+        ("out of memory on cuda:0 in forward of step 10: 1.00 GiB requested", True),
+        ("out of memory on cpu in data of step 10 (in DataLoader worker with pid 7): -", False),
+        ("out of memory on an unknown device in data of step 10 (in DataLoader worker x)", False),
+        ("rank 1 was probably killed by the kernel's OOM killer, after step 9", False),
+    ],
+)
+def test_more_workers_are_not_advised_after_the_host_ran_out_of_memory(
+    tmp_path: Path, report: str | None, is_more_advised: bool
+) -> None:
+    folder = write_run(
+        tmp_path / "run", record=lambda rank, step: step_record(step, phase_seconds={"data": 0.4})
+    )
+    if report is not None:
+        (folder / "oom").mkdir()
+        (folder / "oom/rank-1-1.txt").write_text(f"{report}\n")
+
+    [finding] = (each for each in summary_of(folder).findings if each.name == "data")
+
+    assert ("more workers" in finding.advice) is is_more_advised
 
 
 def memory_findings(folder: Path, device: str, headroom: float) -> list[Finding]:

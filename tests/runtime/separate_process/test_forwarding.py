@@ -26,6 +26,7 @@ from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall, Group, Groups, RankSet
 from zerowatch.runtime.common import process_info
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.launcher_link import receive_run_folder
 from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.common.torch_engine import TorchEngine
 from zerowatch.runtime.cross_rank.hang import hang_monitor
@@ -314,6 +315,21 @@ def test_the_ring_remains_unless_the_process_has_written_all_steps(
 
     assert (before, folder.path, folder.run_id) == (None, tmp_path / "r", "r")
     assert len(list(tmp_path.glob("zerowatch-steps-*"))) == num_left
+
+
+@pytest.mark.parametrize(("local_rank", "is_named"), [(0, True), (1, False)])
+def test_local_rank_0_names_the_folder_of_the_monitoring_process_to_the_launcher(
+    tmp_path: Path, local_rank: int, is_named: bool
+) -> None:
+    process: Any = Process()
+    ForwardedRunFolder(process, rank=2, is_logged=True, ring=None)
+    folder = str(tmp_path / "shared" / "r")
+
+    with receive_run_folder(tmp_path / "runs") as receiver:
+        process.on_run(OpenedRun(run_id="r", folder=folder, identity={"local_rank": local_rank}))
+
+        assert (tmp_path / "shared" in receiver.runs()) is is_named
+        assert receiver.folders() == []
 
 
 def test_the_changes_of_an_engine_are_counted() -> None:

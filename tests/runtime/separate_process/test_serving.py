@@ -314,6 +314,7 @@ def test_the_run_folder_and_the_metrics_contain_everything(served: Served, tmp_p
             ((training.PEAK_FLOPS.name, ("cpu",)), 9.0),
         ],
         removed=[(training.RUN_ACTIVE.name, ())],
+        dropped={"run_log": 2},
     )
     snapshot = served.end()
 
@@ -331,6 +332,7 @@ def test_the_run_folder_and_the_metrics_contain_everything(served: Served, tmp_p
     assert snapshot.value(training.STEPS) == 2
     assert snapshot.value(overhead.HOOK_FAILURES, "watch thread") == 0
     assert snapshot.value(overhead.WATCH_SECONDS, "hooks") == 0.5
+    assert snapshot.value(overhead.DROPPED_RECORDS, "run_log") == 2
     spent = snapshot.value(overhead.WATCH_SECONDS, "monitoring_process") or 0.0
     assert 0 < spent < time.process_time() - served.monitor._first_cpu_seconds  # without imports
     assert snapshot.values[training.RUN_INFO] == {

@@ -8,7 +8,8 @@ import time
 rank = int(os.environ["RANK"])
 # In one write each: print may write its newline apart, and the ranks share a pipe.
 os.write(1, f"out: rank {rank} of {os.environ['WORLD_SIZE']} args {sys.argv[1:]}\n".encode())
-os.write(1, f"out: run {os.environ.get('ZEROWATCH_RUN_ID')}\n".encode())
+run = os.environ.get("ZEROWATCH_RUN_ID") or os.environ.get("_ZEROWATCH_RUN_ID")
+os.write(1, f"out: run {run}\n".encode())
 if "leave" in sys.argv and rank == 0:
     with open("left", "w"):
         sys.exit(0)
