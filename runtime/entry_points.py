@@ -30,6 +30,7 @@ from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors, warn_of_misspelled_keys
 from .common.fail_open import FailOpen
 from .common.interrupts import ended_by_next_interrupt, is_interrupt
+from .common.outer_error import OuterError
 from .common.process_info import launcher_run_id, numbered_run_id
 from .monitor.console_logging import show_own_lines
 from .monitor.startup_monitor import StartupMonitor
@@ -50,8 +51,9 @@ COMPLETION_SECONDS = 60.0
 DISTRIBUTED_PORT = 29500
 # The classes of `engine.optimizer` on an engine that does not train.
 _NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
-# So many optimizers without a model end the search for it.
-MAX_WITHOUT_MODEL = 10
+# So many optimizers without a model end the search for it. After so many beside the watched one,
+# further ones no longer show that another training has begun.
+MAX_PASSED_OVER = 10
 # Hooks that outlive a watch: one that has failed may be missing in all further runs.
 _HOOKS_OF_PROCESS = ("collectives", "functional collectives", "streams")
 
@@ -67,8 +69,13 @@ class _Process:
         is_new_training: Whether the next watch is of a new training, even with the same engine.
         is_model_known: Whether optimizer steps no longer show what the script trains.
         closes_at_exit: Whether the exit handler is registered, which a forked child loses.
-        without_model: Optimizers that have stepped, whose parameters no module holds.
-        num_without_model: How many these were, in this training.
+        finalizer: Closes the watch at the end of a child of multiprocessing.
+        outer_error: The error in whose handler the parent has forked this child, if any.
+        watches_torch: Whether the watch is of a torch model, without DeepSpeed.
+        is_opened_in_step: Whether an optimizer step has shown the model of the watch.
+        known_optimizers: Optimizers whose further steps show nothing: the watched one, those beside
+            it, and those whose parameters no module holds.
+        num_passed_over: How many optimizers were not watched, in this training.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
@@ -80,12 +87,17 @@ class _Process:
     trainings: Counter[str] = field(default_factory=Counter)
     is_new_training: bool = False
     is_model_known: bool = False
-    without_model: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
-    num_without_model: int = 0
+    watches_torch: bool = False
+    is_opened_in_step: bool = False
+    known_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(
+        default_factory=weakref.WeakSet
+    )
+    num_passed_over: int = 0
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
     closes_at_exit: bool = False
     finalizer: Finalize | None = None
+    outer_error: OuterError = field(default_factory=OuterError)
     startup: StartupMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +121,7 @@ class _Process:
         is_child = multiprocessing.parent_process() is not None
         if is_child and not (self.finalizer and self.finalizer.still_active()):  # none after a fork
             self.finalizer = Finalize(None, _close_at_end_of_child, exitpriority=0)
+            self.outer_error = OuterError()
         self.collectives.open()
         return self.collectives
 
@@ -281,7 +294,8 @@ def instrument_torch() -> None:
     """Instrument collectives right after torch was imported, before a process group exists.
 
     The first optimizer step shows whether a script trains without DeepSpeed. Its model is watched
-    from then on. After `expect_training`, the next step is such a first step.
+    from then on. After `expect_training`, the next step is such a first step, and so is that of
+    another optimizer once the watched model no longer exists.
     """
     if not load_settings(ds_block={"enabled": True}).enabled:
         return
@@ -290,8 +304,16 @@ def instrument_torch() -> None:
 
     on_step = _process.fail_open.wrap("watch", _watch_torch_model)
     _process.first_step_hook = call_after_steps(
-        lambda optimizer: None if _process.is_model_known else on_step(optimizer)
+        lambda optimizer: on_step(optimizer) if _may_show_model(optimizer) else None
     )
+
+
+def _may_show_model(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step may be the first of a training."""
+    if not _process.is_model_known:
+        return True
+    may_be_next = _process.watches_torch and _process.num_passed_over < MAX_PASSED_OVER
+    return may_be_next and optimizer not in _process.known_optimizers
 
 
 def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
@@ -300,14 +322,18 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     An optimizer of tensors that no module holds does not count. In a notebook the newest model is
     watched.
     """
-    if optimizer in _process.without_model:
+    if optimizer in _process.known_optimizers:
         return
     from .common.torch_engine import torch_engine, trained_model
 
+    running = current_watch()
+    if _process.is_model_known:
+        _pass_over(optimizer)
+        is_wanted = running is not None and _is_engine_gone()
+    else:
+        is_wanted = running is None or _is_interactive() or _is_engine_gone()
     _process.is_model_known = True
     settings = load_settings(_process.attached_settings)
-    running = current_watch()
-    is_wanted = running is None or _is_interactive() or _is_engine_gone()
     if not settings.enabled or not is_wanted:
         return
     model = trained_model(optimizer)
@@ -320,27 +346,37 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     engine = torch_engine(model, optimizer)
     if running is None or not running.watches(engine):
         _open_watch(engine, settings)
+        _process.is_opened_in_step = True
 
 
 def _on_no_model(optimizer: torch.optim.Optimizer) -> None:
     """Let a later optimizer show the model, a few times, because each search takes time."""
-    _process.without_model.add(optimizer)
-    _process.num_without_model += 1
-    _process.is_model_known = _process.num_without_model >= MAX_WITHOUT_MODEL
+    _pass_over(optimizer)
+    _process.is_model_known = _process.num_passed_over >= MAX_PASSED_OVER
     if _process.is_model_known:
         logger.warning(
             "no torch.nn.Module holds the parameters of the first %d optimizers: nothing is "
             "monitored. Call zerowatch.watch(model, optimizer).",
-            MAX_WITHOUT_MODEL,
+            MAX_PASSED_OVER,
         )
+
+
+def _pass_over(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer not in _process.known_optimizers:
+        _process.known_optimizers.add(optimizer)
+        _process.num_passed_over += 1
 
 
 def expect_training() -> None:
     """Let the next training have a watch, with or without DeepSpeed, if none is open by then."""
     _process.is_new_training = True
     _process.is_model_known = False
-    _process.without_model.clear()
-    _process.num_without_model = 0
+    _forget_optimizers()
+
+
+def _forget_optimizers() -> None:
+    _process.known_optimizers.clear()
+    _process.num_passed_over = 0
 
 
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
@@ -406,6 +442,11 @@ def current_watch() -> Watch | None:
     """Return the open watch of this process, if there is one."""
     watch = _process.watch
     return watch if watch is not None and watch.is_open else None
+
+
+def is_opened_in_step() -> bool:
+    """Return whether the open watch began in a step, and not before the training of its model."""
+    return current_watch() is not None and _process.is_opened_in_step
 
 
 def _forget_settings() -> None:
@@ -505,6 +546,7 @@ def _is_engine_gone() -> bool:
 
 
 def _open_watch(engine: Any, settings: Settings) -> Watch:
+    from .common.torch_engine import TorchEngine
     from .monitor.build_watch import build_watch
 
     show_own_lines()
@@ -524,6 +566,10 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     )
     _process.watch, _process.settings = _separate_watch(*parts) or build_watch(*parts), settings
     _process.module, _process.is_new_training = weakref.ref(engine.module), False
+    _process.watches_torch, _process.is_opened_in_step = isinstance(engine, TorchEngine), False
+    _forget_optimizers()
+    if _process.watches_torch:
+        _process.known_optimizers.add(engine.optimizer)
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
@@ -608,16 +654,20 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
 def _close_at_exit() -> None:
     # After an uncaught exception the interpreter sets last_value before it runs exit handlers.
     # IPython sets it after each cell that raised, and goes on.
-    failed = None if _process.watch is None else _process.watch.last_cell_failed
-    close_watch(failed=hasattr(sys, "last_value") if failed is None else failed)
+    watch = _process.watch
+    failed = None if watch is None else watch.last_cell_failed
+    if failed is None:
+        failed = hasattr(sys, "last_value") or (watch is not None and watch.has_exit_failed)
+    close_watch(failed=failed)
 
 
 def _close_at_end_of_child() -> None:
     """Close at the end of a child of multiprocessing. After a fork it calls no exit handlers."""
-    error = sys.exception()
+    error = _process.outer_error.newer()
     cause = error.__context__ if isinstance(error, SystemExit) and error.code else None
     if cause is None:
-        close_watch(failed=isinstance(error, Exception))
+        is_error_exit = isinstance(error, SystemExit) and bool(error.code)
+        close_watch(failed=is_error_exit or isinstance(error, Exception))
         return
     try:
         raise cause  # torch's start_processes ends a rank that has raised by sys.exit(1)

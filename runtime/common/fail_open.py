@@ -227,6 +227,7 @@ class MonitoringThread:
         self.name, self._body, self._failures = name, body, failures
         self._pause_seconds, self._work_seconds = pause_seconds, work_seconds
         self._stopped, self._ended = threading.Event(), threading.Event()
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"zerowatch-{name}", daemon=True)
 
     @property
@@ -236,8 +237,9 @@ class MonitoringThread:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the thread ended before `join` was called."""
-        return self.was_started and not self._thread.is_alive() and not self._stopped.is_set()
+        """Whether the thread ended before `join` was called. False in a forked child."""
+        has_ended = self.was_started and not self._thread.is_alive()
+        return has_ended and not self._stopped.is_set() and self._process_id == os.getpid()
 
     def is_alive(self) -> bool:
         """Whether the thread runs now."""

@@ -95,8 +95,8 @@ def flops_terms(model: torch.nn.Module, sequence_parallel_size: int = 1) -> Flop
     figures can be compared. Recomputed activations are not counted.
 
     Args:
-        model: A model whose `config` names its layers and hidden size. Under ZeRO-3 the whole
-            parameters count, not the shards.
+        model: A model whose `config` names its layers and hidden size. Under ZeRO-3 and FSDP the
+            whole parameters count, not the shards.
         sequence_parallel_size: Number of ranks that have a part of each sequence. A token attends
             to the parts of all of them.
 
@@ -112,8 +112,7 @@ def flops_terms(model: torch.nn.Module, sequence_parallel_size: int = 1) -> Flop
     if layers is None or hidden is None or _is_another_kind(model, config):
         return None
     weights = sum(
-        _numel(parameter) * (6 if parameter.requires_grad else 4)
-        for parameter in _multiplied_parameters(model)
+        numel * (6 if is_trained else 4) for numel, is_trained in _multiplied_weights(model)
     )
     attention = 12 * layers * _attention_width(config, hidden) * sequence_parallel_size
     return FlopsTerms(weights, attention)
@@ -159,6 +158,8 @@ def _hides_shapes(model: torch.nn.Module) -> bool:
     quantization = getattr(model.config, "quantization_config", None)
     if quantization is None:
         return False
+    if list(_flat_parameters(model)):
+        return True
     if isinstance(quantization, dict):
         return quantization.get("quant_method") not in _METHODS_WITH_SHAPES
     return getattr(quantization, "quant_method", None) not in _METHODS_WITH_SHAPES
@@ -196,15 +197,50 @@ def _attention_width(config: Any, hidden: int) -> int:
     return hidden if heads is None or head_size is None else heads * head_size
 
 
-def _multiplied_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield each parameter once, except embedding tables that are only looked up."""
+def _multiplied_weights(model: torch.nn.Module) -> Iterator[tuple[int, bool]]:
+    """Yield the size of each parameter, and whether it is trained.
+
+    Embedding tables that are only looked up are left out.
+    """
+    flat_ids, flat_places = set(), set()
+    for flat in _flat_parameters(model):
+        flat_ids.add(id(flat))
+        for places, numel, is_trained in _parameters_within(flat):
+            flat_places |= {(id(module), name) for module, name in places}
+            if not all(isinstance(module, torch.nn.Embedding) for module, _ in places):
+                yield numel, is_trained
     multiplied = {
         id(parameter): parameter
         for module in model.modules()
         if not isinstance(module, torch.nn.Embedding)
-        for parameter in module.parameters(recurse=False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) not in flat_ids and (id(module), name) not in flat_places
     }
-    yield from multiplied.values()
+    for parameter in multiplied.values():
+        yield _numel(parameter), parameter.requires_grad
+
+
+def _flat_parameters(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield what FullyShardedDataParallel (FSDP1) replaces the parameters of modules by."""
+    for module in model.modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            handle: Any = getattr(module, "_handle", None)
+            if handle is not None:  # it has parameters
+                yield handle.flat_param
+
+
+def _parameters_within(flat: Any) -> Iterator[tuple[list[tuple[torch.nn.Module, str]], int, bool]]:
+    """Yield the places, the size and whether it is trained, of each parameter in a flat one."""
+    # The parameters themselves exist with `use_orig_params` only.
+    trained = [each.requires_grad for each in flat._params or [flat] * flat._num_params]
+    for info, numel, is_trained in zip(flat._param_infos, flat._numels, trained, strict=True):
+        place = (info.module, info.param_name)
+        shared = [
+            (each.module, each.param_name)
+            for each in flat._shared_param_infos
+            if (each.prim_module, each.prim_param_name) == place
+        ]
+        yield [place, *shared], numel, is_trained
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,6 @@ class TorchHooks:
         self._engine = weakref.ref(engine)
         self._model = weakref.ref(engine.model)
         self._module = weakref.ref(engine.module)
-        self._thread = threading.get_ident()
         self._phase_timer = phase_timer
         self._collect = collector.on_step_end
         self._mark_calls = fail_open.wrap("coverage", mark_calls)
@@ -98,7 +97,8 @@ class TorchHooks:
         # The passes that may contain a backward pass.
         self._around_backward: tuple[int, ...] = (OPTIMIZER,)
         if is_lightning_module(engine.module) and not is_divided_by_lightning(engine.module):
-            # Under DDP, Lightning calls the model to run a `training_step` that trains by itself.
+            # With manual optimization, `training_step` trains by itself. Under DDP, Lightning calls
+            # the model to run it.
             self._around_backward = (OPTIMIZER, FORWARD)
         self._steps_with_closure = False
         self._is_stepping = False  # False at the end of the step in which these hooks were made
@@ -156,7 +156,7 @@ class TorchHooks:
             call_after_steps(wrap("step", self._on_other_step)),
         )
         self._patches.add(type(engine.model), "__call__", self._call_wrapper)
-        if is_divided_by_lightning(engine.model):
+        if is_lightning_module(engine.model):
             # Lightning calls it instead of the module, unless a strategy has wrapped the module.
             self._patches.add_existing(type(engine.model), ["training_step"], self._call_wrapper)
         self._patches.add(torch.autograd, "backward", self._backward_wrapper)
@@ -166,7 +166,7 @@ class TorchHooks:
                     self._patches.add(kind, name, make)
 
     def _is_on_training_thread(self) -> bool:
-        return threading.get_ident() == self._thread
+        return self._phase_timer.is_on_training_thread()
 
     def _call_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of the model's class. The calls of other instances pass through."""
@@ -300,7 +300,12 @@ class TorchHooks:
             self._leave_to(0)
 
     def _on_step_end(self, *, skipped: bool = False) -> None:
-        if not self._is_on_training_thread() or not (self._is_stepping or skipped):
+        if not self._is_on_training_thread():
+            if not self._passes:  # training has moved to this thread, whose next step is measured
+                self._phase_timer.training_thread = get_ident()
+                self._begin_step()
+            return
+        if not (self._is_stepping or skipped):
             return
         self._is_stepping = False
         self._other_steps = 0

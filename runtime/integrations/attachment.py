@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...metrics.settings import load_settings
-from ..entry_points import attach, current_watch, expect_training
+from ..common.interrupts import is_interrupt
+from ..entry_points import attach, current_watch, expect_training, is_opened_in_step
 from ..monitor.watch import NullWatch, Watch, WatchHandle
 from ..sinks.sink import Sink
 
@@ -39,6 +41,20 @@ class Attachment:
     def watch(self) -> WatchHandle:
         """The watch of the engine, or one that does nothing."""
         return current_watch() or NullWatch()
+
+    def begin_training(self) -> None:
+        """Begin a training, and end the run of the one before, if it raised: no event did that.
+
+        A watch that is opened before its training, as that of a DeepSpeed engine, stays.
+        """
+        watch = current_watch()
+        if watch is not None and is_opened_in_step():
+            interrupted = is_interrupt(getattr(sys, "last_value", None))  # the cell of a notebook
+            # How a training that had no callback, or another one, has ended is not known.
+            failed = watch is self._begun and not interrupted
+            watch.close(failed=failed, interrupted=interrupted)
+            expect_training()
+        self.begin()
 
     def begin(self) -> None:
         """Add the sinks as soon as there is a watch. Has an effect once per watch."""

@@ -47,8 +47,11 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
         return self._attachment.watch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the sinks; with DeepSpeed, the engine exists."""
-        self._attachment.begin()
+        """End the run of an earlier training that raised, and add the sinks.
+
+        With DeepSpeed, the engine exists.
+        """
+        self._attachment.begin_training()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the sinks after the first step: without DeepSpeed, monitoring begins in it."""

@@ -19,6 +19,7 @@ from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.accelerator import training_device_index
+from ..common.exit_calls import ExitCalls
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import let_training_run
 from ..common.phase_timer import PhaseTimer
@@ -184,6 +185,8 @@ def build_watch(
         )
         undo.callback(instrumentation.restore)
 
+        exit_calls = ExitCalls(lambda: getattr(engine_ref(), "global_steps", None), fail_open)
+        undo.callback(exit_calls.close)
         overhead = OverheadMetrics(
             context,
             collectives=collectives,
@@ -220,6 +223,7 @@ def build_watch(
             otel=otel,
             advisor=advisor,
             thread=thread,
+            exit_calls=exit_calls,
         )
         thread.start(
             {

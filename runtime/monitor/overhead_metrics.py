@@ -99,7 +99,7 @@ class OverheadMetrics:
             "graph_capture": num_in_capture,
             "steps": thread.dropped_steps,
             "timing": thread.untimed_calls,
-            "run_log": self._folder.dropped + self._metrics_log.dropped,
+            "run_log": self._folder.dropped + self._metrics_log.dropped + self._sinks.dropped_lines,
         }
         if self._subscriptions.has_listeners:
             dropped["listeners"] = self._subscriptions.dropped

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...metrics.atomic_file import open_to_append
+from .log_file import open_log, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -78,5 +79,8 @@ def _starts(path: Path) -> list[float]:
 def _append(path: Path, began: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"started_at_unix_seconds": began}) + "\n"
-    with open(open_to_append(path), "a") as file:
-        file.write(line)
+    descriptor = open_log(path)
+    try:
+        write_whole(descriptor, line.encode())
+    finally:
+        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import PeerFailedError, PeerOutOfMemoryError, cut
@@ -14,13 +15,20 @@ from ..memory.oom.oom_error import is_caused_by_oom
 from ..trainer.run_end import is_communication_error
 
 
-def end_reason(error: BaseException | None, *, failed: bool, interrupted: bool) -> str:
+def end_reason(
+    error: BaseException | None,
+    *,
+    failed: bool,
+    interrupted: bool,
+    is_oom: Callable[[BaseException], bool] = is_caused_by_oom,
+) -> str:
     """Return one of `END_REASONS`, as far as the error shows it.
 
     Args:
         error: The error that ends the run; None if it is unknown.
         failed: Whether the run ends by an error other than Ctrl-C.
         interrupted: Whether Ctrl-C ends the run.
+        is_oom: Returns whether memory ran out, by the error.
     """
     if interrupted:
         return "interrupted"
@@ -30,7 +38,7 @@ def end_reason(error: BaseException | None, *, failed: bool, interrupted: bool) 
         return "exception"
     if isinstance(error, PeerFailedError | PeerOutOfMemoryError) or is_communication_error(error):
         return "peer_failed"
-    return "out_of_memory" if is_caused_by_oom(error) else "exception"
+    return "out_of_memory" if is_oom(error) else "exception"
 
 
 def note_error(folder: Path, rank: int, error: BaseException, reason: str) -> None:

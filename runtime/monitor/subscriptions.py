@@ -90,9 +90,13 @@ class Subscriptions:
         if self._listeners:
             self._put(record)
 
-    def enqueue_call(self, name: str, call: Callable[[], object]) -> None:
-        """Queue a function to be called once. A failure is counted under the name. Never blocks."""
-        self._put(self._fail_open.wrap(name, call, BaseException))
+    def enqueue_call(self, call: Callable[[], object]) -> None:
+        """Queue a function to be called once, which must not raise. Never blocks."""
+        self._put(call)
+
+    def call_at_end(self, name: str, call: Callable[[], object]) -> None:
+        """Call a function on the thread when it ends. A failure is counted under the name."""
+        self._ends.append(self._fail_open.wrap(name, call, BaseException))
 
     def _put(self, record: StepRecord | Callable[[], object]) -> None:
         if self._closed:

@@ -22,6 +22,7 @@ from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 from ..common.interrupts import is_interrupt
+from ..common.outer_error import OuterError
 from ..devices.gpu_health import asks_for_drain
 from ..sinks.sink import Sink
 from .final_report import announce_report
@@ -31,6 +32,7 @@ from .subscriptions import for_each
 if TYPE_CHECKING:
     from ...metrics.exporters.server import MetricsServer
     from ..collectives.instrument import CollectiveInstrumentation
+    from ..common.exit_calls import ExitCalls
     from ..instrumentation.engine_instrumentation import EngineInstrumentation
     from .advisor import Advisor
     from .comparison_monitor import ComparisonMonitor
@@ -107,6 +109,7 @@ class Watch:
         otel: OtelExporter,
         advisor: Advisor,
         thread: WatchThread,
+        exit_calls: ExitCalls,
     ) -> None:
         self.settings, self.recorder, self.fail_open = settings, recorder, fail_open
         self._served_at, self.advisor = served_at, advisor
@@ -116,11 +119,12 @@ class Watch:
         self._metrics_log = metrics_log
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._comparison = memory, comparison
-        self._otel, self._thread = otel, thread
+        self._otel, self._thread, self._exit_calls = otel, thread, exit_calls
         self._withdraw_targets = fail_open.wrap("run folder", folder.withdraw_targets)
         self._publish_overhead = fail_open.wrap("overhead", overhead.publish)
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
         self._trace_run_error = fail_open.wrap("traces", otel.trace_run_error)
+        self._outer_error = OuterError()
         self._closed = self._failed = self._interrupted = False
         self._is_closing = self._is_forked = False
         self._unclosed: deque[Callable[[], object]] = deque()
@@ -165,6 +169,11 @@ class Watch:
     def generated_ns(self) -> int:
         """Nanoseconds in calls of `generate` since the watch began, by the host."""
         return self._instrumentation.generated_ns
+
+    @property
+    def has_exit_failed(self) -> bool:
+        """Whether the script ends by `sys.exit` with a status other than 0."""
+        return self._exit_calls.has_failed
 
     @property
     def last_cell_failed(self) -> bool | None:
@@ -217,10 +226,11 @@ class Watch:
 
         The file is in the run folder, with one JSON object per call: `step`, `unix_seconds` and
         `values`. It is written on rank 0, and on another thread. On the other ranks the call has no
-        effect.
+        effect. Lines that cannot be written, as on a full disk, are dropped and counted.
 
         Args:
-            values: Numbers, texts, or tensors of one element, which are read on the other thread.
+            values: Numbers, texts, or tensors of one element. A tensor counts as it is now; for its
+                copy from a device, only the other thread waits.
             step: The step of the script; by default none.
         """
         self._sinks.log_values(values, step)
@@ -317,14 +327,14 @@ class Watch:
 
         Args:
             failed: Whether the run ends with an exception. A call while an exception is handled
-                counts as such an end, too.
+                counts as such an end, too, unless the watch was opened in the same handler.
             interrupted: Whether Ctrl-C has ended the run. The wait for the last scrape is then
                 shorter.
             at_exit: Whether the process ends now. The call then waits for the last scrape.
         """
         if self._is_forked:
             return
-        current = sys.exception()
+        current = self._outer_error.newer()
         # A later call, such as the call at exit, may not know how the run has ended.
         if not self._failed:
             self._interrupted = self._interrupted or interrupted or is_interrupt(current)
@@ -363,7 +373,7 @@ class Watch:
             yield lambda: self._trace_run_error(error)
         yield from self._hooks()
         yield lambda: self._thread.enqueue_rest(self._collectives.call_recorder.drain())
-        yield self._thread.stop
+        yield self._stop_thread
         yield self._subscriptions.close
         yield lambda: self._sinks.close(failed=self._failed, interrupted=self._interrupted)
         yield self._comparison.stop
@@ -390,6 +400,9 @@ class Watch:
             raise
         finally:
             self._is_closing = False
+
+    def _stop_thread(self) -> None:
+        self._thread.stop(waits_for_device=not self._failed and not self._interrupted)
 
     def _close_metrics_log(self) -> None:
         if not self._thread.is_abandoned:  # else the thread may be inside of it
@@ -436,7 +449,12 @@ class Watch:
         with self.recorder.commit():
             if not self._failed:
                 self.recorder.set(training.RUN_ACTIVE, 0)
-            reason = end_reason(error, failed=self._failed, interrupted=self._interrupted)
+            reason = end_reason(
+                error,
+                failed=self._failed,
+                interrupted=self._interrupted,
+                is_oom=self._memory.is_caused_by_oom,
+            )
             self.recorder.set_info(training.RUN_END_INFO, reason)
         folder = self.run_folder
         if self._failed and error is not None and folder is not None:
@@ -455,6 +473,7 @@ class Watch:
         yield self._memory.close_hooks
         yield self._comparison.close_hooks
         yield self._collectives.close
+        yield self._exit_calls.close
 
     def _close_parts(self, *parts: Callable[[], object]) -> None:
         """Close all parts, even if closing one of them fails."""

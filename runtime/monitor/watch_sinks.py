@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import orjson
+import torch
 
-from ...metrics.atomic_file import open_to_append
+from ..common.device_scalar import PendingScalar, scalar
 from ..common.hidden_secrets import without_secrets
 from ..instrumentation.watch_context import WatchContext
 from ..sinks.sink import Sink, SinkRun
 from ..sinks.sink_runner import SinkRunner
+from .log_file import LogFile
 from .subscriptions import CLOSE_SECONDS, Subscriptions
 
 LOGGED_FILE = "logged.jsonl"
+# Time between two queries of whether a value of the script has been copied from the device. It
+# doubles after each query, from the first to the last value.
+FIRST_POLL_SECONDS = 0.005
+LAST_POLL_SECONDS = 0.25
+# Longest wait for the copy of one value: the host may be far ahead of the device.
+PATIENCE_SECONDS = 60.0
 
 
 class WatchSinks:
@@ -23,14 +33,28 @@ class WatchSinks:
     Args:
         context: The parts of the watch.
         on_open: Called on the thread of the sinks each time one has opened.
+        now: A monotonic clock, in seconds.
+        sleep: Waits for a number of seconds.
     """
 
-    def __init__(self, context: WatchContext, on_open: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        context: WatchContext,
+        on_open: Callable[[], object] = lambda: None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self._context, self._on_open = context, on_open
+        self._now, self._sleep = now, sleep
         self._is_writer = context.identity.rank == 0
         self._failed = False
+        self._log: LogFile | None = None
         self._subscriptions = Subscriptions(context.fail_open, "sink")
         self.enqueue = self._subscriptions.enqueue
+        wrap = context.fail_open.wrap
+        self._take = wrap("logged values", _taken, is_kept=True)
+        self._append = wrap("logged values", self._append_line, BaseException, is_kept=True)
 
     @property
     def has_sinks(self) -> bool:
@@ -41,6 +65,11 @@ class WatchSinks:
     def dropped(self) -> int:
         """Number of records that were dropped because a sink was too slow."""
         return self._subscriptions.dropped
+
+    @property
+    def dropped_lines(self) -> int:
+        """Number of lines of the script that could not be written, such as on a full disk."""
+        return 0 if self._log is None else self._log.dropped
 
     def add(self, sink: Sink, name: str) -> None:
         """Write the following steps to a sink."""
@@ -60,8 +89,9 @@ class WatchSinks:
     def log_values(self, values: Mapping[str, object], step: int | None) -> None:
         """Append values of the script to `logged.jsonl`, without secrets."""
         if self._is_writer:
-            line = {"step": step, "unix_seconds": time.time(), "values": dict(values)}
-            self._subscriptions.enqueue_call("logged values", lambda: self._append(line))
+            taken = {name: self._take(value) for name, value in dict(values).items()}
+            line = {"step": step, "unix_seconds": time.time(), "values": taken}
+            self._subscriptions.enqueue_call(partial(self._append, line))
 
     def close(self, *, failed: bool = False, interrupted: bool = False) -> None:
         """Write the last step and close all sinks. Waits `sinks.timeout_seconds` at most."""
@@ -74,17 +104,56 @@ class WatchSinks:
         assert run_id is not None  # rank 0 has it from the start
         return SinkRun(run_id=run_id, folder=self._context.folder())
 
-    def _append(self, line: Mapping[str, object]) -> None:
+    def _append_line(self, line: Mapping[str, object]) -> None:
+        log = self._log or self._open_log()
+        if log is not None:
+            encoded = orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
+            log.append(lambda is_first: encoded)
+
+    def _open_log(self) -> LogFile | None:
+        """Choose the file on the first line; None if no run log is written."""
         folder = self._context.folder()
         if folder is not None:
-            with open(open_to_append(folder / LOGGED_FILE), "ab") as file:
-                file.write(orjson.dumps(without_secrets(line), default=_plain) + b"\n")
+            # One file: the script decides how much it logs.
+            settings = self._context.settings.run_log.model_copy(
+                update={"segment_bytes": sys.maxsize}
+            )
+            self._log = LogFile(folder / LOGGED_FILE, settings, now=self._now)
+            self._subscriptions.call_at_end("logged values", self._log.close)
+        return self._log
+
+    def _plain(self, value: object) -> object:
+        """Return the number in a tensor or an array of one element; else a text."""
+        if isinstance(value, PendingScalar):
+            self._wait_for(value)
+            return value.read()
+        if getattr(value, "size", None) is not None and hasattr(value, "item"):
+            numel = getattr(value, "numel", None)
+            if (numel() if numel is not None else getattr(value, "size")) == 1:  # noqa: B009
+                return value.item()
+        return str(value)
+
+    def _wait_for(self, pending: PendingScalar) -> None:
+        """Wait for a copy, for a limited time, because a device may hang."""
+        waited, poll = 0.0, FIRST_POLL_SECONDS
+        while not pending.arrived() and waited < PATIENCE_SECONDS:
+            self._sleep(poll)
+            waited, poll = waited + poll, min(2 * poll, LAST_POLL_SECONDS)
 
 
-def _plain(value: object) -> object:
-    """Return the number in a tensor or an array of one element; else a text."""
-    if getattr(value, "size", None) is not None and hasattr(value, "item"):
-        numel = getattr(value, "numel", None)
-        if (numel() if numel is not None else getattr(value, "size")) == 1:  # noqa: B009
+def _taken(value: object) -> object:
+    """Return what a tensor or an array of one element holds now, without waiting for a device.
+
+    The script may change it afterwards, such as a sum that it sets back to zero. What would have to
+    wait here, such as a tensor of another device, is returned as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return value
+        if value.device.type == "cpu" and not hasattr(value, "to_local"):
             return value.item()
-    return str(value)
+        pending = scalar(value)
+        return value if pending is None else pending
+    if type(value).__module__ == "numpy" and getattr(value, "size", None) == 1:
+        return value.item()  # type: ignore[attr-defined]
+    return value

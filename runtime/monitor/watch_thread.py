@@ -2,10 +2,10 @@
 
 The training thread enqueues batches of calls and raw steps. `StepAnalysis` gets them once their
 measurements are complete: it writes the run log and publishes metrics.
-The watch thread waits neither for the device nor for other ranks. It takes the queue once a second
-and does all of its work then, because Python code with cold CPU caches takes several times as long.
-Steps in between survive a kill in the ring of the run folder. A step that would not, or whose
-memory sample may explain a kill, wakes the thread at once.
+The watch thread waits neither for other ranks nor, except a little at the end, for the device. It
+takes the queue once a second and does all of its work then, because Python code with cold CPU
+caches takes several times as long. Steps in between survive a kill in the ring of the run folder. A
+step that would not, or whose memory sample may explain a kill, wakes the thread at once.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ MAX_WAITING = MAX_PENDING // 2
 MAX_LOST = 2
 # Longest wait for the thread to end.
 STOP_SECONDS = 5.0
+# Longest part of it that the thread waits for the device, which may still run the last steps.
+LAST_STEPS_SECONDS = 2.0
 
 
 class WatchThread:
@@ -114,6 +116,7 @@ class WatchThread:
         self._pending: deque[CallBatch | RawStep] = deque()
         self._rest: CallBatch | None = None
         self._waiting_since = 0.0
+        self._device_seconds = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -184,12 +187,20 @@ class WatchThread:
         """
         return self._analysis.is_risky or is_near_host_limit(sample.readings.get("cpu", {}))
 
-    def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+    def stop(
+        self, timeout_seconds: float = STOP_SECONDS, *, waits_for_device: bool = False
+    ) -> None:
         """Publish all queued steps and calls, then end the thread.
 
         Safe to call twice, and if the thread never ran. Steps that are not published in time, for
         example because a disk does not respond, are counted as dropped.
+
+        Args:
+            timeout_seconds: Longest wait for the thread to end.
+            waits_for_device: Whether to wait for the steps that the device still runs, at most
+                LAST_STEPS_SECONDS. What has not arrived by then is left out of them.
         """
+        self._device_seconds = LAST_STEPS_SECONDS if waits_for_device else 0.0
         self._is_stopping = True
         self._bell.put(None)
         if not self._thread.was_started:
@@ -246,7 +257,10 @@ class WatchThread:
                 self._pass_on_calls()  # into the queue
                 self._take_queue()
                 let_training_run()
-            self._finish(final=not running)
+            if running:
+                self._finish()
+            else:
+                self._finish_last()
             if waiting or not (is_due and self._analysis.publishes_log):
                 self._analysis.write_log()
             for ended in waiting:
@@ -286,10 +300,27 @@ class WatchThread:
         if self._was_rung:
             self._was_rung, self._num_hurried = False, len(self._pending)
 
-    def _finish_pending(self, *, final: bool) -> None:
+    def _finish_last(self) -> None:
+        """Process the whole queue at the end, and wait a little for what the device still runs."""
+        began, poll_seconds = time.monotonic(), FIRST_POLL_SECONDS
+        while (left := began + self._device_seconds - time.monotonic()) > 0:
+            if not self._finish(final=True, gives_up=False):
+                return
+            time.sleep(min(poll_seconds, left))
+            poll_seconds = min(2 * poll_seconds, LAST_POLL_SECONDS)
+        self._finish(final=True, gives_up=True)
+
+    def _finish_pending(self, *, final: bool = False, gives_up: bool = False) -> bool:
         """Process the queue in order, up to the first item that still waits for measurements.
 
         An item whose measurements cannot be read loses them, and only them.
+
+        Args:
+            final: Whether monitoring ends. The Flight Recorder is then read at once.
+            gives_up: Whether no item waits any longer.
+
+        Returns:
+            Whether an item waits.
         """
         if self._read_phases is not None:
             self._read_phases()
@@ -300,11 +331,12 @@ class WatchThread:
                 self._lose(head)
             elif not is_settled:
                 self._waiting_since = self._waiting_since or time.monotonic()
-                if not final and time.monotonic() - self._waiting_since < self._patience_seconds():
-                    return
+                waited_seconds = time.monotonic() - self._waiting_since
+                if not gives_up and waited_seconds < self._patience_seconds():
+                    return True
                 self._expire(head)
             if self._waits_for_flight_recorder(head, at_once=final):
-                return
+                return True
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
             self._num_hurried = max(0, self._num_hurried - 1)
@@ -318,6 +350,7 @@ class WatchThread:
             if self._analysis.num_unlogged >= STEPS_PER_WRITE:
                 self._analysis.write_log()
             let_training_run()
+        return False
 
     def _waits_for_flight_recorder(self, item: CallBatch | RawStep, *, at_once: bool) -> bool:
         """Read the Flight Recorder if it is time. Return whether the step waits for that.

@@ -16,6 +16,7 @@ from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..collectives.instrument import CollectiveInstrumentation
 from ..common.ds_config import ds_config_of
+from ..common.exit_calls import ExitCalls
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import SHORT_WORK_SECONDS, let_training_run
 from ..common.hidden_secrets import without_secrets
@@ -168,6 +169,7 @@ class _Parts:
                 "graph_capture": num_in_capture,
                 "steps": thread.dropped_steps + self.forwarder.num_lost,
                 "timing": thread.untimed_calls,
+                "run_log": self.sinks.dropped_lines,
                 **(
                     {"listeners": self.subscriptions.dropped}
                     if self.subscriptions.has_listeners
@@ -299,6 +301,8 @@ def build_separate_watch(
         calls.connect(phase_timer, thread.enqueue, hangs.analyze_error)
         instrumentation = EngineInstrumentation(context, engine, memory.hooks, thread.enqueue, None)
         undo.callback(instrumentation.restore)
+        exit_calls = ExitCalls(lambda: getattr(engine_ref(), "global_steps", None), fail_open)
+        undo.callback(exit_calls.close)
         parts = _Parts(
             context=context,
             recorder=recorder,
@@ -341,6 +345,7 @@ def build_separate_watch(
             otel=nothing,
             advisor=advisor,
             thread=thread,
+            exit_calls=exit_calls,
         )
         thread.start(
             {

@@ -556,6 +556,7 @@ class Monitor:
         served = self._recorder.value(overhead.WATCH_SECONDS, "http_thread") or 0.0
         spent = time.process_time() - self._first_cpu_seconds - served
         num_unwritten = self._folder.dropped + self._metrics_log.dropped
+        num_unwritten += state.dropped.get("run_log", 0)  # of what the script logs itself
         publish_overhead(
             self._recorder,
             updated_at=self._state_at,

@@ -24,7 +24,7 @@ from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.torch_engine import torch_engine
-from zerowatch.runtime.entry_points import MAX_WITHOUT_MODEL
+from zerowatch.runtime.entry_points import MAX_PASSED_OVER
 from zerowatch.runtime.monitor.watch import NullWatch, Watch
 from zerowatch.runtime.reports.run_summary import summary_of
 
@@ -117,8 +117,10 @@ class Process:
             num_watches=0,
             is_new_training=False,
             is_model_known=False,
-            without_model=weakref.WeakSet(),
-            num_without_model=0,
+            watches_torch=False,
+            is_opened_in_step=False,
+            known_optimizers=weakref.WeakSet(),
+            num_passed_over=0,
             first_step_hook=None,
             attached_settings=None,
             startup=Recorded(self.calls, "startup"),
@@ -594,6 +596,29 @@ def test_a_process_that_ends_by_an_exception_closes_as_failed(
     assert ends == [has_failed]
 
 
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("model, optimizer = opened()\nsys.exit(1)", "exception"),
+        (
+            "model, optimizer = opened()\ntry: sys.exit(1)\nexcept SystemExit: train()",
+            "completed",
+        ),
+        ("main()", "exception"),
+    ],
+)
+def test_a_script_that_exits_with_an_error_status_has_failed(
+    tmp_path: Path, end: str, status: str
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(f"{EXITING_JOB}\n{end}\n")
+
+    plain(script, tmp_path / "runs")
+
+    [folder] = (tmp_path / "runs").iterdir()
+    assert summary_of(folder).status == status
+
+
 @pytest.mark.parametrize("last_cell_failed", [False, True])
 def test_a_notebook_ends_as_failed_only_if_its_last_cell_raised(
     last_cell_failed: bool, process: Process, monkeypatch: pytest.MonkeyPatch
@@ -607,6 +632,25 @@ def test_a_notebook_ends_as_failed_only_if_its_last_cell_raised(
     entry_points._close_at_exit()
 
     assert ends == [last_cell_failed]
+
+
+EXITING_JOB = """
+import sys, torch, zerowatch
+def opened():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"serve": {"enabled": False}, "run_log": {"folder": sys.argv[1]}}
+    zerowatch.watch(model, optimizer, settings)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+def train():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+def main():
+    own = opened()
+    sys.exit(1)
+"""
 
 
 def in_child(ends: Any, end: Callable[[], object]) -> None:
@@ -633,10 +677,11 @@ def leave_after_an_error() -> None:
     [
         (int, (False, "NoneType")),
         (sys.exit, (False, "SystemExit")),
+        (partial(sys.exit, 1), (True, "SystemExit")),
         (partial(int, "no number"), (True, "ValueError")),
         (leave_after_an_error, (True, "ValueError")),
     ],
-    ids=["return", "exit", "error", "exit after an error"],
+    ids=["return", "exit", "exit with an error", "error", "exit after an error"],
 )
 def test_a_child_of_multiprocessing_closes_once_at_its_end(
     end: Callable[[], object], expected: tuple[bool, str]
@@ -669,7 +714,7 @@ def test_forked_children_leave_the_run_of_their_parent_and_close_their_own(tmp_p
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"targets": True, "is_open": True}
     ends = {folder.name: summary_of(folder).status for folder in tmp_path.iterdir()}
-    names = ("before", "during", "during-mp", "grandchild", "parent")
+    names = ("before", "during", "during-mp", "grandchild", "parent", "handler")
     assert ends == dict.fromkeys(names, "completed")
     assert not list(tmp_path.glob("*/*.alive.json"))
 
@@ -767,7 +812,7 @@ def test_a_model_is_found_after_optimizers_of_tensors_without_one(process: Proce
 
     try:
         own = torch.optim.SGD([tensor])
-        for _ in range(2 * MAX_WITHOUT_MODEL):
+        for _ in range(2 * MAX_PASSED_OVER):
             own.step()
         for _ in range(2):
             train_step(model, optimizer)
@@ -782,7 +827,7 @@ def test_the_search_for_a_model_ends_after_ten_optimizers_with_one_warning(
 ) -> None:
     tensor = torch.ones(2, requires_grad=True)
 
-    for _ in range(MAX_WITHOUT_MODEL - 1):
+    for _ in range(MAX_PASSED_OVER - 1):
         entry_points._watch_torch_model(torch.optim.SGD([tensor]))
     silent = caplog.messages == [] and not process.state.is_model_known
     entry_points._watch_torch_model(torch.optim.SGD([tensor]))

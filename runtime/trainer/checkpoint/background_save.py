@@ -19,6 +19,7 @@ from ....errors import CheckpointError
 from ....metrics.atomic_file import sync
 from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostCollectives
+from ...common.outer_error import OuterError
 from ...common.peer_failures import FailureCapture, describe_error
 from .engine_files import is_writer_rank, write_engine
 from .folder import CheckpointFolder, FileInfo, Manifest, checkpoint_name, partial_name
@@ -219,6 +220,7 @@ class BackgroundSaver:
         self._job: _SaveJob | None = None
         self._failure: CheckpointError | None = None
         self._earlier_error: BaseException | None = None
+        self._outer_error = OuterError()
 
     def reserve_thread(self) -> bool:
         """Start the thread of the next save, and return whether that was possible."""
@@ -245,7 +247,7 @@ class BackgroundSaver:
         """
         queue, self._reserved = self._reserved or _started_thread(), None
         self._job = _SaveJob(pending, exchange, on_end)
-        self._earlier_error = _uncaught_error()
+        self._earlier_error, self._outer_error = _uncaught_error(), OuterError()
         queue.put(self._job)
         atexit.register(self.wait)
 
@@ -292,12 +294,12 @@ class BackgroundSaver:
     def _is_ended_by_error(self) -> bool:
         """Return whether an error is being handled, such as in a `finally`, or ended the script.
 
-        IPython sets the uncaught error after each cell that raised, and goes on. One from before
-        the save ends nothing.
+        IPython sets the uncaught error after each cell that raised, and goes on. An error from
+        before the save ends nothing.
         """
         uncaught = _uncaught_error()
         is_new = uncaught is not None and uncaught is not self._earlier_error
-        return is_new or sys.exception() is not None
+        return is_new or self._outer_error.newer() is not None
 
     def take_failure(self) -> CheckpointError | None:
         """Return and forget why the last checkpoint was not completed; None if it was."""

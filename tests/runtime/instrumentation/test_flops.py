@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -45,6 +47,8 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils.quantization_config import QuantizationMethod
 
 from zerowatch.metrics.catalog import training
@@ -233,6 +237,53 @@ def test_parameters_sharded_by_fsdp_count_whole(
 
     assert whole is not None
     assert flops_terms(model) == whole
+
+
+def sharded(model: torch.nn.Module, *layers: type, **options: Any) -> torch.nn.Module:
+    policy = ModuleWrapPolicy(set(layers)) if layers else None
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, **options)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(("build", "layer"), [(gpt2, GPT2Block), (llama, LlamaDecoderLayer)])
+def test_parameters_in_a_flat_parameter_of_fsdp1_count_whole(
+    four_ranks: None, build: Any, layer: type, use_orig_params: bool
+) -> None:
+    model = build()
+    whole = flops_terms(model)
+
+    wrapped = sharded(model, layer, use_orig_params=use_orig_params)
+
+    assert whole is not None
+    assert flops_terms(wrapped) == whole
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_parameters_that_fsdp1_leaves_alone_or_does_not_train_count_as_before(
+    four_ranks: None, use_orig_params: bool
+) -> None:
+    model = llama()
+    for parameter in model.model.layers[2].parameters():
+        parameter.requires_grad = False
+    whole = flops_terms(model)
+
+    wrapped = sharded(
+        model,
+        LlamaDecoderLayer,
+        use_orig_params=use_orig_params,
+        ignored_modules=[model.lm_head],
+    )
+
+    assert flops_terms(wrapped) == whole
+
+
+def test_packed_weights_in_a_flat_parameter_have_no_formula(four_ranks: None) -> None:
+    model = perceptron()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+
+    assert flops_terms(model) is not None
+    assert flops_terms(sharded(model)) is None
 
 
 @pytest.mark.parametrize("names", [None, ("tp",), ("tensor",), ("dp", "tp")], ids=str)

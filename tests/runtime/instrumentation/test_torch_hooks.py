@@ -312,31 +312,45 @@ def test_a_lightning_module_that_is_not_wrapped_has_its_samples_loss_and_forward
     assert vars(LightningModule)["training_step"] is original
 
 
-def test_a_lightning_module_that_optimizes_by_itself_has_its_own_passes() -> None:
-    model = LightningModule()
-    model.automatic_optimization = False
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with records_of(model, optimizer) as end:
-        assert vars(LightningModule)["training_step"] is LightningModule.training_step
-        model.training_step(torch.ones(SAMPLES, WIDTH), 0).backward()
-        optimizer.step()
-        (record,) = end()
-
-    assert record.micro_batches == 1
-
-
 class ManualModule(LightningModule):
-    """A module whose `training_step` trains by itself. Under DDP, Lightning calls it as forward."""
+    """A module whose `training_step` trains by itself. Under DDP, Lightning calls it as forward.
+
+    Args:
+        calls_itself: Whether `training_step` calls the module.
+    """
 
     automatic_optimization = False
     optimizer: torch.optim.Optimizer
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+    def __init__(self, *, calls_itself: bool = False) -> None:
+        super().__init__()
+        self.calls_itself, self.is_redirected = calls_itself, False
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        self.is_redirected = False
         for part in batch.split(SAMPLES // 2):
-            (self.inner(part).square().mean() / 2).backward()
+            output = self(part) if self.calls_itself else self.inner(part)
+            (output.square().mean() / 2).backward()
         self.optimizer.step()
         return batch.sum()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.training_step(batch, 0) if self.is_redirected else super().forward(batch)
+
+
+@pytest.mark.parametrize("calls_itself", [False, True])
+def test_a_lightning_module_that_optimizes_by_itself_has_its_own_passes(calls_itself: bool) -> None:
+    model = ManualModule(calls_itself=calls_itself)
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with records_of(model, model.optimizer) as end:
+        for number in range(2):
+            model.training_step(torch.ones(SAMPLES, WIDTH), number)
+        records = end()
+
+    assert [(one.micro_batches, one.samples) for one in records] == [(1, SAMPLES)] * 2
+    assert all(one.loss is not None for one in records)
+    assert {"forward", "backward", "optimizer"} <= records[1].phase_seconds.keys()
 
 
 def test_a_lightning_module_that_optimizes_by_itself_under_ddp_has_its_own_passes(
@@ -348,6 +362,7 @@ def test_a_lightning_module_that_optimizes_by_itself_under_ddp_has_its_own_passe
 
     with records_of(wrapper, model.optimizer) as end:
         for _ in range(2):
+            model.is_redirected = True
             with wrapper.no_sync():
                 wrapper(torch.ones(SAMPLES, WIDTH))
         records = end()
@@ -494,6 +509,28 @@ def test_a_checkpoint_that_another_thread_saves_is_counted_and_is_no_phase_of_tr
 
     assert [record.phase_seconds.get("checkpoint", 0) for record in records] == [0, 0]
     assert watch.snapshot().value(training.CHECKPOINTS, "saved") == 1
+
+
+def test_steps_on_another_thread_than_that_of_the_watch_are_measured_after_the_first() -> None:
+    model, optimizer = make()
+    with records_of(model, optimizer) as end:
+
+        def train() -> None:
+            for _ in range(3):
+                train_step(model, optimizer)
+
+        thread = Thread(target=train)
+        thread.start()
+        thread.join()
+        records = end()
+
+    assert [(record.step, record.micro_batches, record.samples) for record in records] == [
+        (1, 1, SAMPLES),
+        (2, 1, SAMPLES),
+    ]
+    assert all(
+        {"forward", "backward", "optimizer"} <= each.phase_seconds.keys() for each in records
+    )
 
 
 def test_a_watch_may_close_within_a_step_between_hooks_of_the_script() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from accelerate.utils import find_executable_batch_size
 
 import zerowatch
 from zerowatch.errors import SettingsError
@@ -87,7 +91,7 @@ def test_monitoring_that_the_settings_switch_off_is_no_warning(
 
 def train(attachment: Attachment, model: Any, optimizer: Any, num_steps: int) -> Any:
     """Train as the Trainer does, and return the watch."""
-    attachment.begin()
+    attachment.begin_training()
     for _ in range(num_steps):
         model(torch.ones(4, 2)).square().mean().backward()
         optimizer.step()
@@ -120,6 +124,120 @@ def test_each_training_without_deepspeed_has_a_run_of_its_own(
     assert [watch.snapshot().value(training.STEPS) for watch in watches] == [1, 2, 3]
     assert [watch.run_id for watch in watches] == ["folds", "folds-2", "folds-3"]
     assert caplog.messages == []
+
+
+def train_until_error(
+    callback: Any, model: Any, optimizer: Any, num_steps: int, error: type[BaseException]
+) -> Any:
+    """Train as the Trainer does until it raises, and return the watch."""
+    callback.on_train_begin(None, None, None)
+    for _ in range(num_steps):
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+        callback.on_step_end(None, None, None)
+    watch = callback.watch
+    try:
+        raise error  # no event follows
+    except error:
+        return watch
+
+
+@pytest.mark.parametrize("same_model", [False, True])
+@pytest.mark.parametrize("same_callback", [False, True])
+def test_a_training_after_one_that_raised_has_a_run_of_its_own(
+    same_callback: bool, same_model: bool, tmp_path: Path
+) -> None:
+    settings = {
+        "serve": {"enabled": False},
+        "run_log": {"folder": str(tmp_path)},
+        "run_id": "tries",
+    }
+    callback = zerowatch.TransformersCallback(settings)
+    first = torch.nn.Linear(2, 3)
+    second = first if same_model else torch.nn.Linear(2, 3)
+    watches = []
+
+    for model, num_steps in ((first, 3), (second, 4)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watches.append(train_until_error(callback, model, optimizer, num_steps, RuntimeError))
+        if not same_callback:
+            callback = zerowatch.TransformersCallback(settings)
+    callback.on_train_begin(None, None, None)
+
+    assert [watch.snapshot().value(training.STEPS) for watch in watches] == [2, 3]
+    assert not any(watch.is_open for watch in watches)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["tries", "tries-2"]
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"), [(KeyboardInterrupt(), "interrupted"), (None, "exception")]
+)
+def test_a_training_that_the_user_interrupts_in_a_notebook_has_not_failed(
+    last: BaseException | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = zerowatch.TransformersCallback(QUIET)
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    watch = train_until_error(callback, model, optimizer, 2, KeyboardInterrupt)
+    monkeypatch.setattr(sys, "last_value", last, raising=False)
+    callback.on_train_begin(None, None, None)
+
+    assert watch.snapshot().value(training.RUN_END_INFO, reason) == 1
+
+
+def test_a_watch_that_the_script_opened_for_a_training_is_its_watch() -> None:
+    callback = zerowatch.TransformersCallback(QUIET)
+    model = torch.nn.Linear(2, 3)
+    watch = zerowatch.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), QUIET)
+
+    callback.on_train_begin(None, None, None)
+
+    assert callback.watch is watch
+
+
+def test_each_try_of_another_batch_size_has_a_run_of_its_own() -> None:
+    attach(QUIET)
+    watches = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def loop(batch_size: int) -> int:
+        model = torch.nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(batch_size, 2)).square().mean().backward()
+            optimizer.step()
+        watches.append(entry_points.current_watch())
+        if batch_size == 8:
+            raise RuntimeError("CUDA out of memory.")
+        return batch_size
+
+    assert loop() < 8
+    watches[1].close()
+    assert watches[0] is not watches[1]
+    assert [watch.snapshot().value(training.STEPS) for watch in watches] == [2, 2]
+
+
+def test_optimizers_beside_the_watched_model_are_checked_ten_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attach(QUIET)
+    model, collections = torch.nn.Linear(2, 3), []
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(1))
+
+    def step(model: torch.nn.Module, num_steps: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(num_steps):
+            model(torch.ones(4, 2)).square().mean().backward()
+            optimizer.step()
+
+    step(model, 3)
+    watch = entry_points.current_watch()
+    for _ in range(2 * entry_points.MAX_PASSED_OVER):
+        step(torch.nn.Linear(2, 3), 2)
+
+    assert len(collections) == entry_points.MAX_PASSED_OVER
+    assert entry_points.current_watch() is watch
 
 
 def test_a_callback_monitors_after_a_watch_that_the_script_opened_and_closed() -> None:

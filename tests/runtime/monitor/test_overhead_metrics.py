@@ -34,7 +34,7 @@ def metrics_of(context: WatchContext, **changes: Any) -> OverheadMetrics:
         "folder": SimpleNamespace(dropped=37),
         "metrics_log": SimpleNamespace(dropped=41),
         "subscriptions": SimpleNamespace(has_listeners=False, dropped=43),
-        "sinks": SimpleNamespace(has_sinks=False, dropped=47),
+        "sinks": SimpleNamespace(has_sinks=False, dropped=47, dropped_lines=61),
     }
     context.call_recorder.dropped_calls = 53
     context.call_recorder.stream_waits.dropped_in_capture = 59
@@ -69,7 +69,7 @@ def test_lost_records_are_published_by_the_part_that_lost_them() -> None:
         "graph_capture": 59,
         "steps": 17,
         "timing": 19,
-        "run_log": 37 + 41,
+        "run_log": 37 + 41 + 61,
     }
 
 
@@ -78,7 +78,7 @@ def test_lost_records_are_published_by_the_part_that_lost_them() -> None:
     [
         ({"otel": SimpleNamespace(is_on=True, cpu_seconds=29.0, dropped=31)}, "otlp", 31),
         ({"subscriptions": SimpleNamespace(has_listeners=True, dropped=43)}, "listeners", 43),
-        ({"sinks": SimpleNamespace(has_sinks=True, dropped=47)}, "sinks", 47),
+        ({"sinks": SimpleNamespace(has_sinks=True, dropped=47, dropped_lines=0)}, "sinks", 47),
     ],
 )
 def test_a_part_that_a_run_uses_has_its_lost_records(

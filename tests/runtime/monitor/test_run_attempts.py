@@ -41,6 +41,17 @@ def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path: Path) -> None:
     assert start == RunStart(unix_seconds=100.0, earlier_attempts=1)
 
 
+def test_an_attempt_after_a_cut_line_is_counted(tmp_path: Path) -> None:
+    begin_attempt(tmp_path, restarts=0, now=lambda: 100.0)
+    with (tmp_path / ATTEMPTS_FILE).open("a") as file:
+        file.write('{"started_at_un')
+    begin_attempt(tmp_path, restarts=0, now=lambda: 200.0)
+
+    start = begin_attempt(tmp_path, restarts=0, now=lambda: 300.0)
+
+    assert start == RunStart(unix_seconds=100.0, earlier_attempts=2)
+
+
 def test_a_folder_that_cannot_be_written_is_logged_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,3 +34,11 @@ PEER = PeerFailedError(1, "ValueError", "bad sample", "train_batch", (1,))
 def test_an_end_has_its_reason(error, failed, interrupted, reason) -> None:
     assert end_reason(error, failed=failed, interrupted=interrupted) == reason
     assert reason in END_REASONS
+
+
+def test_memory_may_have_run_out_in_another_process() -> None:
+    error = RuntimeError("DataLoader worker (pid 77) is killed by signal: Killed. ")
+
+    reason = end_reason(error, failed=True, interrupted=False, is_oom=lambda error: True)
+
+    assert reason == "out_of_memory"

@@ -23,6 +23,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.common.exit_notes import error_note
 from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.memory.oom.oom_error import is_caused_by_oom
 from zerowatch.runtime.monitor import watch as watch_module
 from zerowatch.runtime.monitor.watch import EngineRef, NullWatch, ServedAt, Watch
 
@@ -61,9 +62,10 @@ class Job:
             name: Part(name, self.calls)
             for name in (
                 *("server", "metrics_log", "run_info", "subscriptions", "sinks"),
-                *("overhead", "memory", "comparison", "otel", "advisor"),
+                *("overhead", "comparison", "otel", "advisor", "exit_calls"),
             )
         }
+        made["memory"] = Part("memory", self.calls, is_caused_by_oom=is_caused_by_oom)
         made["folder"] = Part("folder", self.calls, path=folder, rank=rank, run_id="night-7")
         made["thread"] = Part(
             "thread", self.calls, is_abandoned=is_abandoned, is_complete=not is_abandoned
@@ -116,6 +118,7 @@ HOOKS = [
     ("memory.close_hooks",),
     ("comparison.close_hooks",),
     ("collectives.close",),
+    ("exit_calls.close",),
 ]
 
 
@@ -128,7 +131,7 @@ def test_a_run_that_ends_in_good_order_closes_its_parts_in_the_order_of_the_data
     assert job.calls == [
         *HOOKS,
         ("thread.enqueue_rest", "last calls"),
-        ("thread.stop",),
+        ("thread.stop", "waits_for_device=True"),
         ("subscriptions.close",),
         ("sinks.close", "failed=False", "interrupted=False"),
         ("comparison.stop",),
@@ -153,12 +156,13 @@ def test_a_run_that_fails_reports_its_error_first_and_remains_active() -> None:
     except ValueError:
         job.watch.close()
 
-    assert job.calls[:7] == [
+    assert job.calls[:8] == [
         ("advisor.disable",),
         ("memory.on_run_error", error),
         ("otel.trace_run_error", error),
         *HOOKS,
     ]
+    assert ("thread.stop", "waits_for_device=False") in job.calls
     assert ("sinks.close", "failed=True", "interrupted=False") in job.calls
     assert job.calls[-1] == ("server.close",)
     assert job.value(training.RUN_ACTIVE) == 1
@@ -175,6 +179,36 @@ def test_a_run_that_is_said_to_fail_uses_the_last_error_of_the_interpreter(
 
     assert ("memory.on_run_error", error) in job.calls
     assert job.value(training.RUN_END_INFO, "out_of_memory") == 1
+
+
+@pytest.mark.parametrize("outer", [MemoryError(), KeyboardInterrupt()])
+def test_a_run_within_the_handler_of_an_earlier_error_ends_in_good_order(
+    outer: BaseException,
+) -> None:
+    try:
+        raise outer
+    except BaseException:
+        job = Job()
+        job.watch.close()
+
+    assert "memory.on_run_error" not in job.names()
+    assert ("sinks.close", "failed=False", "interrupted=False") in job.calls
+    assert job.value(training.RUN_ACTIVE) == 0
+    assert job.value(training.RUN_END_INFO, "completed") == 1
+
+
+def test_a_run_within_a_handler_fails_by_an_error_of_its_own() -> None:
+    try:
+        raise MemoryError
+    except MemoryError:
+        job, error = Job(), ValueError("shapes differ")
+        try:
+            raise error
+        except ValueError:
+            job.watch.close()
+
+    assert ("memory.on_run_error", error) in job.calls
+    assert job.value(training.RUN_END_INFO, "exception") == 1
 
 
 @pytest.mark.parametrize(

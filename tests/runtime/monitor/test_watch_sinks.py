@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +14,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from fakes.clock import FakeClock
+from fakes.cuda_streams import FakeCuda
+from fakes.scraper import eventually
+from fakes.sleeping_collectives import ManualClock
 from fakes.steps import step
+from scripts.trainer.full_disk import fill_bytes, small_disk
 
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.common import device_scalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
-from zerowatch.runtime.monitor.watch_sinks import WatchSinks
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
+from zerowatch.runtime.monitor.watch_sinks import PATIENCE_SECONDS, WatchSinks
 from zerowatch.runtime.sinks.sink import SinkRun
 
 
@@ -50,7 +59,9 @@ def fail_open() -> FailOpen:
     return FailOpen()
 
 
-def watch_sinks(folder: Path | None, fail_open: FailOpen, rank: int = 0) -> WatchSinks:
+def watch_sinks(
+    folder: Path | None, fail_open: FailOpen, rank: int = 0, **clocks: Any
+) -> WatchSinks:
     context: Any = SimpleNamespace(
         identity=SimpleNamespace(rank=rank),
         fail_open=fail_open,
@@ -59,7 +70,11 @@ def watch_sinks(folder: Path | None, fail_open: FailOpen, rank: int = 0) -> Watc
         run_id=lambda: "r",
         folder=lambda: folder,
     )
-    return WatchSinks(cast(WatchContext, context))
+    return WatchSinks(cast(WatchContext, context), **clocks)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
 
 
 def test_a_sink_is_called_on_its_own_thread_only(tmp_path: Path, fail_open: FailOpen) -> None:
@@ -112,7 +127,7 @@ def test_what_the_script_logs_is_in_a_file_with_its_step(
     )
     sinks.close()
 
-    lines = [json.loads(line) for line in (tmp_path / "logged.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path)
     assert [line["step"] for line in lines] == [10, None]
     assert lines[0]["values"] == {"eval_loss": 2.5, "name": "gpt"}
     assert lines[1]["values"]["tensor"] == 0.5
@@ -121,14 +136,27 @@ def test_what_the_script_logs_is_in_a_file_with_its_step(
     assert lines[0]["unix_seconds"] > 1e9
 
 
+@dataclass
+class Login:
+    user: str = "ann"
+    password: str = "s3cret"
+
+
 def test_secrets_in_what_the_script_logs_are_left_out(tmp_path: Path, fail_open: FailOpen) -> None:
     sinks = watch_sinks(tmp_path, fail_open)
+    arguments = argparse.Namespace(lr=0.5, hub_token="s3cret")
 
-    sinks.log_values({"lr": 0.1, "hub_token": "hf_s3cret", "args": {"api_key": "s3cret"}}, None)
+    sinks.log_values(
+        {"lr": 0.1, "hub_token": "hf_s3cret", "args": {"api_key": "s3cret"}, "tokens": {"s3cret"}},
+        None,
+    )
+    sinks.log_values({"arguments": arguments, "login": Login()}, None)
     sinks.close()
 
     text = (tmp_path / "logged.jsonl").read_text()
-    assert json.loads(text)["values"]["lr"] == 0.1
+    first, second = (json.loads(line)["values"] for line in text.splitlines())
+    assert first["lr"] == 0.1
+    assert (second["arguments"]["lr"], second["login"]["user"]) == (0.5, "ann")
     assert "s3cret" not in text
 
 
@@ -138,4 +166,163 @@ def test_what_the_script_logs_without_a_run_folder_is_dropped(fail_open: FailOpe
     sinks.log_values({"eval_loss": 2.5}, 10)
     sinks.close()
 
+    assert not fail_open.failures
+
+
+def test_values_that_the_script_logs_after_a_full_disk_are_written(
+    tmp_path: Path, fail_open: FailOpen, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    sinks = watch_sinks(tmp_path, fail_open, now=clock)
+    fillers = tmp_path / "fillers"
+    try:
+        with small_disk(tmp_path):
+            fillers.mkdir()
+            fill_bytes(fillers, 1)
+            log_and_wait(sinks, range(100))
+            for file in fillers.iterdir():
+                file.unlink()
+            clock.seconds += RETRY_SECONDS
+            log_and_wait(sinks, range(100, 110))
+            sinks.close()
+            steps = [step for step in map(step_of, lines_of(tmp_path)) if step is not None]
+            num_torn = len(lines_of(tmp_path)) - len(steps)
+    except PermissionError as error:
+        pytest.skip(f"no mounts here: {error}")
+
+    num_before = len(steps) - 10
+    assert 0 < num_before < 100
+    assert steps == [*range(num_before), *range(100, 110)]
+    assert num_torn <= 1
+    assert sinks.dropped_lines == 110 - len(steps)
+    assert caplog.text.count("cannot write") == len(caplog.records) == 1
+    assert not fail_open.failures
+
+
+def log_and_wait(sinks: WatchSinks, steps: range) -> None:
+    """Log a value for each step, and wait until the thread has handled all of them."""
+    for number in steps:
+        sinks.log_values({"loss": 1.0, "text": "x" * 50}, number)
+    handled = threading.Event()
+    sinks._subscriptions.enqueue_call(handled.set)
+    assert handled.wait(60)
+
+
+def lines_of(folder: Path) -> list[str]:
+    return (folder / "logged.jsonl").read_text().splitlines()
+
+
+def step_of(line: str) -> int | None:
+    """Return the step of a line; None if a full disk has cut the line."""
+    try:
+        return cast(int, json.loads(line)["step"])
+    except ValueError:
+        return None
+
+
+def test_the_script_can_log_before_the_run_folder_exists(
+    tmp_path: Path, fail_open: FailOpen
+) -> None:
+    sinks = watch_sinks(tmp_path / "runs" / "night-7", fail_open)
+
+    sinks.log_values({"eval_loss": 2.5}, 10)
+    sinks.close()
+
+    assert logged(tmp_path / "runs" / "night-7")[0]["values"] == {"eval_loss": 2.5}
+
+
+def test_values_that_json_cannot_hold_are_counted_and_logged_once(
+    tmp_path: Path, fail_open: FailOpen, caplog: pytest.LogCaptureFixture
+) -> None:
+    sinks = watch_sinks(tmp_path, fail_open)
+
+    for number in (1, 2, 3):
+        sinks.log_values({"too big": 2**70}, number)
+    sinks.log_values({"accuracy": 0.5}, 4)
+    sinks.close()
+
+    assert [line["step"] for line in logged(tmp_path)] == [4]
+    assert fail_open.failures == {"logged values": 3}
+    assert len(caplog.records) == 1
+
+
+def test_the_script_may_change_a_tensor_after_it_has_logged_it(
+    tmp_path: Path, fail_open: FailOpen
+) -> None:
+    sinks = watch_sinks(tmp_path, fail_open)
+    values = {
+        "running": torch.tensor([2.5]),
+        "gradient": torch.tensor(0.5, requires_grad=True),
+        "half": torch.tensor(1.5, dtype=torch.bfloat16),
+        "count": torch.tensor(7),
+        "array": np.array(3.0),
+    }
+
+    sinks.log_values(values, 1)
+    with torch.no_grad():
+        for value in values.values():
+            value *= 0
+    sinks.close()
+
+    expected = {"running": 2.5, "gradient": 0.5, "half": 1.5, "count": 7, "array": 3.0}
+    assert logged(tmp_path)[0]["values"] == expected
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the fake device. Reading it would wait."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def item(self) -> Any:
+        raise AssertionError("it waits for the device")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    device, empty = FakeCuda(ManualClock()), torch.empty
+    device.patch(monkeypatch)
+    monkeypatch.setattr(device_scalar, "_slots", {})
+    monkeypatch.setattr(device_scalar, "host_value", lambda source: None)
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)
+    )
+    return device
+
+
+def test_a_value_on_a_device_is_copied_without_a_wait_and_written_once_it_has_arrived(
+    tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
+) -> None:
+    polls: list[float] = []
+    synchronized = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        synchronized.wait(60)
+
+    sinks = watch_sinks(tmp_path, fail_open, sleep=sleep)
+    cuda.current.run(20)
+    sinks.log_values({"loss": torch.tensor(2.5).as_subclass(OnDevice)}, 1)
+    assert eventually(lambda: polls)
+    before = list(tmp_path.iterdir())
+    cuda.synchronize()
+    synchronized.set()
+    sinks.close()
+
+    assert before == []
+    assert logged(tmp_path)[0]["values"] == {"loss": 2.5}
+    assert not fail_open.failures
+
+
+def test_a_value_that_never_arrives_is_null(
+    tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
+) -> None:
+    polls: list[float] = []
+    sinks = watch_sinks(tmp_path, fail_open, sleep=polls.append)
+    cuda.current.run(20)
+
+    sinks.log_values({"loss": torch.tensor(2.5).as_subclass(OnDevice), "lr": 0.1}, 1)
+    sinks.close()
+
+    assert logged(tmp_path)[0]["values"] == {"loss": None, "lr": 0.1}
+    assert sum(polls) >= PATIENCE_SECONDS
     assert not fail_open.failures

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.clock import FakeClock
+from fakes.clock import FakeClock, set_clock
 from fakes.cuda_streams import FakeCuda
 from fakes.scraper import eventually
 from fakes.sleeping_collectives import ManualClock
@@ -26,6 +26,7 @@ from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.memory.step_sample import StepMemorySample
+from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.monitor.step_analysis import StepAnalysis
 from zerowatch.runtime.monitor.subscriptions import for_each
 from zerowatch.runtime.monitor.watch_thread import (
@@ -129,7 +130,7 @@ class Rank:
     def poll(self) -> None:
         """Let the thread look once."""
         self.thread._take_queue()
-        self.thread._finish_pending(final=False)
+        self.thread._finish_pending()
         self.analysis.write_log()
 
     def is_woken(self) -> bool:
@@ -287,6 +288,52 @@ def test_a_step_is_given_up_after_a_minute_or_three_steps_and_its_communication_
     assert rank.written[1].comm_exposed_seconds is None
     assert len(rank.compared) == 1  # what blocked the other step is not known
     assert rank.thread.untimed_calls == 1
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_steps_that_the_device_still_runs_at_the_end_are_waited_for_a_little(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    clock = FakeClock()
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        clock.seconds += seconds
+        sleeps.append(seconds)
+        if arrives and sum(sleeps) > 0.3:
+            rank.device.synchronize()
+
+    set_clock(monkeypatch, watch_thread, monotonic=clock, sleep=sleep)
+    for number in (1, 2, 3):
+        rank.call(milliseconds=20)
+        rank.end_step(number, loss=PendingScalar(torch.tensor(0.25)))
+    rank.thread.start({})
+    rank.thread.stop(timeout_seconds=120.0, waits_for_device=True)
+
+    has_arrived = (0.3 < sum(sleeps) < 1.0) if arrives else sum(sleeps) == pytest.approx(2.0)
+    assert has_arrived, sleeps
+    assert [record.step for record in rank.written] == [1, 2, 3]
+    assert [record.loss for record in rank.written] == [0.25 if arrives else None] * 3
+    assert rank.thread.untimed_calls == (0 if arrives else 3)
+    assert rank.thread.is_complete
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_the_end_does_not_wait_after_a_failure_of_the_run_or_of_the_device(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    def sleep(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    set_clock(monkeypatch, watch_thread, sleep=sleep)
+    rank.call(milliseconds=20)
+    rank.end_step(1, loss=PendingScalar(torch.tensor(0.25)))
+    rank.device.is_broken = is_broken
+    rank.thread.start({})
+    rank.thread.stop(timeout_seconds=120.0, waits_for_device=is_broken)
+
+    assert [record.loss for record in rank.written] == [None]
+    assert "watch thread" not in rank.fail_open.failures
 
 
 def test_items_beyond_the_queue_are_dropped_and_counted_with_their_calls(rank: Rank) -> None:

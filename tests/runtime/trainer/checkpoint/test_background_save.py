@@ -272,6 +272,16 @@ def test_a_cell_that_raised_before_the_save_is_no_error(
         saver.close()
 
 
+def test_an_error_in_whose_handler_the_save_began_is_no_error(tmp_path: Path) -> None:
+    try:
+        raise FileNotFoundError("no earlier checkpoint")
+    except FileNotFoundError:
+        saver = saver_without_peer(tmp_path, peer_seconds=0.0, peer_seconds_after_error=1e9)
+
+        with pytest.raises(CheckpointError, match="no response from rank 1"):
+            saver.close()
+
+
 def test_the_variables_of_a_cell_that_raised_are_freed_after_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

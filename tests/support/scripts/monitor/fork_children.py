@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import zerowatch
+from zerowatch.metrics.catalog import overhead
 
 runs = Path(sys.argv[1])
 torch.set_num_threads(1)  # OpenMP's threads are missing in a forked child
@@ -27,6 +28,12 @@ def train(run_id):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     return watch
+
+
+def train_beside_dead_threads():
+    """Train, and check that the threads of the parent do not count as dead ones of this run."""
+    watch = train("handler")
+    assert watch.snapshot().value(overhead.DEAD_THREADS) == 0
 
 
 def fork(body):
@@ -61,5 +68,10 @@ fork_by_multiprocessing(lambda: None)
 fork(lambda: train("during"))
 fork_by_multiprocessing(lambda: train("during-mp"))
 fork_by_multiprocessing(lambda: fork(lambda: train("grandchild")))
+
+try:
+    raise FileNotFoundError("no checkpoint")
+except FileNotFoundError:
+    fork_by_multiprocessing(train_beside_dead_threads)
 
 print(json.dumps({"targets": targets.read_text() == before, "is_open": watch.is_open}))
