@@ -165,7 +165,8 @@ DATA_QUALITY = (
         TimeSeries(
             title="Longest time since a rank's report",
             description="Time since the last report of the rank that has been silent longest. Up "
-            "to about seven seconds is normal. If it only grows, that rank is stuck or gone.",
+            "to about seven seconds is normal, or 24 over a FileStore. If it only grows, that rank "
+            "is stuck or gone.",
             queries=(Query(of_run(recorded.HEARTBEAT_AGE), "silence"),),
             unit=SECONDS,
             minimum=0,

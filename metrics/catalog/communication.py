@@ -200,9 +200,9 @@ EXCHANGE_FAILURES = counter(
 PEER_HEARTBEAT_AGE = gauge(
     "peer_heartbeat_age_seconds",
     "Seconds since the last report of the peer that has been silent longest; up to "
-    "cross_rank.interval_seconds plus 4 s is normal.",
-    usual="Up to cross_rank.interval_seconds plus 4 s. Worry above 30 s: that rank is stopped"
-    " or its host is gone.",
+    "cross_rank.interval_seconds plus 4 s is normal, or 24 s over a FileStore.",
+    usual="Up to cross_rank.interval_seconds plus 4 s, or 24 s over a FileStore. Worry above 30 s:"
+    " that rank is stopped or its host is gone.",
 )
 HANGS = counter(
     "hangs_total",

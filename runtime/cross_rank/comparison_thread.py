@@ -48,7 +48,8 @@ MIN_PATIENCE_SECONDS = 4.0
 # limits of ranks differ, so the other rank may find the hang earlier.
 IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
 # Minimum time between two exchanges over a FileStore, which only grows, and between two heartbeats
-# there while training makes progress. 8 ranks then write 18 MiB a day to its file, else 110 MiB. An
+# there while training makes progress. A rank without collectives then writes 2 MiB a day to its
+# file, else 15 MiB. Each collective per second adds 0.4 MiB a day, as all durations are sent. An
 # interval that is set to less than the default is kept: a short run may need it.
 GROWING_STORE_EXCHANGE_SECONDS = 20.0
 GROWING_STORE_HEARTBEAT_SECONDS = 10.0
@@ -415,6 +416,7 @@ class ComparisonThread:
                 self.expected_pause(),
                 self._last_step,
                 num_unseen(self._groups) if self.counts_unseen else {},
+                self._heartbeat_seconds,
             )
         silence_seconds = channel.longest_silence_seconds()
         self._recorder.set(communication.PEER_HEARTBEAT_AGE, silence_seconds)

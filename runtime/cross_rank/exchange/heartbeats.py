@@ -83,6 +83,7 @@ class HeartbeatTable:
         pause: str | None,
         step: int = 0,
         unseen: Mapping[str, int] | None = None,
+        interval_seconds: float = 0.0,
     ) -> None:
         """Write a heartbeat. The arguments are attributes of a `Heartbeat`."""
         fields = {
@@ -91,6 +92,7 @@ class HeartbeatTable:
             "pause": pause,
             "step": step,
             "unseen": dict(unseen or {}),
+            "interval": interval_seconds,
             "count": self._next_count(),
         }
         self._store.set(f"beat/{self._rank}", orjson.dumps(fields))
@@ -229,6 +231,7 @@ class HeartbeatTable:
             pause=fields["pause"],
             step=fields["step"],
             unseen=fields["unseen"],
+            interval_seconds=fields["interval"],
         )
 
 

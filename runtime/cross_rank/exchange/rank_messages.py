@@ -137,6 +137,8 @@ class Heartbeat:
         pause: Why the rank is expected to make no progress. None while the rank trains.
         step: The last step that ended on the rank; 0 before the first.
         unseen: Number of collectives since then that no wrapper has seen, by the rank set's key.
+        interval_seconds: Minimum seconds between two heartbeats of the rank while it trains. 0 if
+            it sends one at each poll.
     """
 
     rank: int
@@ -146,6 +148,12 @@ class Heartbeat:
     pause: str | None = None
     step: int = 0
     unseen: Mapping[str, int] = field(default_factory=dict)
+    interval_seconds: float = 0.0
+
+    @property
+    def overdue_seconds(self) -> float:
+        """Seconds since the next heartbeat was due. 0 if it is not due, or only one was read."""
+        return max(0.0, (self.age_seconds or 0.0) - self.interval_seconds)
 
 
 def signature(op: str, dtype: str, payload_bytes: int) -> int:

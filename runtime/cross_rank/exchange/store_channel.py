@@ -127,6 +127,7 @@ class StoreChannel:
         pause: str | None,
         step: int = 0,
         unseen: Mapping[str, int] | None = None,
+        interval_seconds: float = 0.0,
     ) -> None:
         """Send a heartbeat.
 
@@ -135,8 +136,9 @@ class StoreChannel:
             pause: Why this rank is expected to make no progress. None while the rank trains.
             step: The last step that ended.
             unseen: The calls since then that no wrapper has seen, by the rank set's key.
+            interval_seconds: Minimum time between two heartbeats while the rank trains.
         """
-        self._heartbeats.post(issued, pause, step, unseen)
+        self._heartbeats.post(issued, pause, step, unseen, interval_seconds)
 
     def poll_heartbeats(self, rank_sets: Iterable[RankSet], *, is_stuck: bool) -> None:
         """Read whether a hang is announced. Every few seconds, also read the members' heartbeats.

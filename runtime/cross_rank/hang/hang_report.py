@@ -29,8 +29,8 @@ MAX_REPORTS = 5
 MAX_PEERS = 64
 # Maximum number of collectives listed for each rank set.
 MAX_CALLS = 32
-# Seconds without a heartbeat after which a rank counts as silent. By default, ranks send heartbeats
-# each second. Heartbeats are read every four to six seconds.
+# Seconds for which a heartbeat is overdue, after which its rank counts as silent. By default, ranks
+# send heartbeats each second. Heartbeats are read every four to six seconds.
 SILENT_SECONDS = 3.0
 
 
@@ -132,7 +132,7 @@ def _peers(evidence: HangEvidence) -> Iterator[str]:
 
 
 def _silence(peer: Heartbeat) -> tuple[float, int]:
-    return (-(peer.age_seconds or 0.0), peer.rank)
+    return (-peer.overdue_seconds, peer.rank)
 
 
 def _peer(peer: Heartbeat, roles: Mapping[str, str]) -> str:
@@ -236,22 +236,19 @@ def _about_this_rank(evidence: HangEvidence) -> str:
 
 def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, ...]:
     """Return the ranks without a recent heartbeat. The rank silent longest comes first."""
-    return tuple(
-        rank
-        for rank in sort_by_silence(ranks, peers)
-        if (peers[rank].age_seconds or 0.0) > SILENT_SECONDS
-    )
+    longest_silent = sort_by_silence(ranks, peers)
+    return tuple(rank for rank in longest_silent if peers[rank].overdue_seconds > SILENT_SECONDS)
 
 
 def _liveness(ranks: Sequence[int], peers: Mapping[int, Heartbeat], *, named: bool = False) -> str:
     """Describe whether the first of the ranks, which is silent longest, is alive."""
     who = f"rank {ranks[0]}" if named or len(ranks) > 1 else "it"
-    age = peers[ranks[0]].age_seconds
-    if age is None:
+    peer = peers[ranks[0]]
+    if peer.age_seconds is None:
         return f"{who} has sent one heartbeat only"
-    if age <= SILENT_SECONDS:
+    if peer.overdue_seconds <= SILENT_SECONDS:
         return f"{who} is alive"
-    return f"{who} has sent no heartbeat for at least {age:.0f} s"
+    return f"{who} has sent no heartbeat for at least {peer.age_seconds:.0f} s"
 
 
 def _has(ranks: Sequence[int]) -> str:

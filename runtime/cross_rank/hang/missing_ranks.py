@@ -98,8 +98,8 @@ def size_text(num_bytes: int) -> str:
 
 
 def sort_by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
-    """Sort ranks by the time since their last heartbeat. The rank silent longest comes first."""
-    return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
+    """Sort ranks by how long their heartbeats are overdue. The rank silent longest comes first."""
+    return sorted(ranks, key=lambda rank: (-peers[rank].overdue_seconds, rank))
 
 
 def _missing_in_unseen(evidence: HangEvidence) -> list[MissingRanks]:

@@ -36,9 +36,14 @@ from zerowatch.runtime.cross_rank.comparison_thread import (
     poll_interval_seconds,
 )
 from zerowatch.runtime.cross_rank.divergence import Divergence
-from zerowatch.runtime.cross_rank.exchange.rank_messages import NO_DURATIONS, CompareResult
+from zerowatch.runtime.cross_rank.exchange.rank_messages import (
+    NO_DURATIONS,
+    CompareResult,
+    Heartbeat,
+)
 from zerowatch.runtime.cross_rank.exchange.store_channel import PATIENCE_EXCHANGES
 from zerowatch.runtime.cross_rank.exchange.store_log import MAX_ENTRIES, StoreConnection
+from zerowatch.runtime.cross_rank.hang.hang_report import SILENT_SECONDS
 from zerowatch.runtime.cross_rank.stragglers import StepTimeReference, StepTimes, Straggler
 
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
@@ -824,3 +829,21 @@ def test_less_is_written_to_a_store_that_only_grows(
     written = PrefixStore("job", store)
     assert json.loads(written.get("beat/0"))["count"] == num_heartbeats
     assert int(written.get("report/0/latest")) + 1 == num_reports
+
+
+def test_a_rank_that_trains_over_a_store_that_only_grows_is_not_silent(tmp_path: Path) -> None:
+    clock, file, sets = FakeClock(), str(tmp_path / "file"), FakeGroup((0, 1))
+    stuck, trains = (
+        ComparedRank(rank, clock, lambda: FileStore(file, 2), sets).connect() for rank in (0, 1)
+    )
+    beats: list[Heartbeat] = []
+
+    for second in range(120):
+        stuck.phase_timer.seconds = float(second)
+        for rank in (stuck, trains):
+            rank.poll()
+            clock.seconds += 1
+        beats += [beat for beat in stuck.thread.peers.values() if beat.rank == 1]
+
+    assert max(beat.age_seconds or 0.0 for beat in beats) > SILENT_SECONDS
+    assert max(beat.overdue_seconds for beat in beats) <= SILENT_SECONDS

@@ -230,11 +230,19 @@ def test_a_run_keeps_at_most_five_reports_of_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("age_seconds", "said"),
-    [(3.0, "it is alive"), (3.6, "it has sent no heartbeat for at least 4 s")],
+    ("age_seconds", "interval_seconds", "said"),
+    [
+        (3.0, 0.0, "it is alive"),
+        (3.6, 0.0, "it has sent no heartbeat for at least 4 s"),
+        (13.0, 10.0, "it is alive"),
+        (13.6, 10.0, "it has sent no heartbeat for at least 14 s"),
+    ],
 )
-def test_a_rank_is_silent_after_three_seconds(age_seconds: float, said: str) -> None:
-    found = evidence([call()], [peer(1, 1233, age_seconds=age_seconds)])
+def test_a_rank_is_silent_if_its_heartbeat_is_three_seconds_overdue(
+    age_seconds: float, interval_seconds: float, said: str
+) -> None:
+    beat = replace(peer(1, 1233, age_seconds=age_seconds), interval_seconds=interval_seconds)
+    found = evidence([call()], [beat])
 
     assert summary(found) == f"rank 1 has not arrived at {CALL}; {said}"
 

@@ -172,3 +172,10 @@ def test_of_ranks_silent_for_equally_long_the_lowest_comes_first() -> None:
     peers = {rank: peer(rank, 0, age_seconds=age) for rank, age in ages.items()}
 
     assert sort_by_silence(peers, peers) == [7, 2, 4, 1]
+
+
+def test_a_rank_whose_heartbeat_is_not_due_is_not_silent() -> None:
+    beats = [peer(1, 0, age_seconds=1.0), peer(2, 0, age_seconds=9.0), peer(3, 0, age_seconds=11.0)]
+    peers = {beat.rank: replace(beat, interval_seconds=10.0) for beat in beats}
+
+    assert sort_by_silence(peers, peers) == [3, 1, 2]
