@@ -151,7 +151,7 @@ def test_the_url_in_the_text_of_an_object_has_no_password() -> None:
         Login,
         Shown("Config(max_tokens= 512, lr=1e-4, token=None)"),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_an_object_without_a_secret_stays_the_same(value: Any) -> None:
     assert without_secrets([value])[0] is value
