@@ -557,11 +557,9 @@ def rate_since_start(operation: str, spec: MetricSpec, timing: Timing, *matchers
     """Return the rate of a counter that steps increase, by run, over the short range.
 
     `rate` divides by the whole range, so it would rise slowly from 0 during the first five minutes
-    of steps, after a start and after a restart. It also misses the first value of a series, which
-    is that of the first step. So in the first ten minutes of steps of a process, the result is the
-    increase in a step, times the steps in the range, over their time. Evaluations and checkpoints
-    between steps do not count then. The first steps count as one step of mean duration, because
-    they may compile or wait for data.
+    of steps, or after Prometheus was down. The result is then the increase since the first scrape
+    in the range, over the time since then. There is none until a step has ended in that time. After
+    a restart within the range, the time without steps counts.
 
     There is no result while no rank answers. Otherwise the last value of a run would be close to 0,
     because `rate` has results for five minutes after the end.
@@ -572,21 +570,20 @@ def rate_since_start(operation: str, spec: MetricSpec, timing: Timing, *matchers
         timing: Scales the range.
         matchers: Label matchers of the ranks.
     """
-    total, young = select(spec, *matchers), timing.seconds(2 * SHORT_SECONDS)
-    seconds, steps = (
-        select(training.STEP_DURATION, *matchers, part=part) for part in ("_sum", "_count")
-    )
-    # As of the scrape, which may be a minute ago.
-    since_step = f"timestamp({seconds}) - {select(training.LAST_STEP_TIMESTAMP, *matchers)}"
-    since_step = f"clamp_min({since_step}, 0)"
-    new_steps, new_seconds = (
-        f"{each} - min_over_time({each}[{timing.short}])" for each in (steps, seconds)
-    )
-    steps_rate = f"({new_steps} + 1) / ({new_seconds} + {seconds} / {steps} + {since_step})"
-    at_start = f"({total} / {steps} * {steps_rate} and {seconds} + {since_step} < {young})"
-    # The process before a restart may have had another address.
-    rates = f"{at_start}\nor on (job, run, rank) {rate(spec, timing.short, *matchers)}"
-    return where(by(operation, rates), total)
+    total, short = select(spec, *matchers), timing.short
+    # Aggregated within the subqueries, whose points are all in memory at once. A rank that does not
+    # answer for a while would change a sum.
+    mean = by("max" if operation == "max" else "avg", total)
+    increase = f"({mean} - min_over_time(({mean} > 0)[{short}:{timing.evaluation}]))"
+    if operation == "sum":
+        increase += f" * {by('count', total)}"
+    scraped = f"timestamp({total}) and {total} > 0"
+    first = f"min_over_time(({by('min', scraped)})[{short}:{timing.evaluation}])"
+    covered = f"{by('max', scraped)} - {first} < {timing.seconds(0.9 * SHORT_SECONDS)}"
+    is_start = f"({covered} unless on (job, run) {by('max', f'resets({total}[{short}])')} > 0)"
+    rates = by(operation, rate(spec, short, *matchers))
+    whole = f"{increase} / {is_start} > 0\nor {rates} unless on (job, run) {is_start}"
+    return where(f"(\n{whole}\n)", total)
 
 
 def _samples_rate(timing: Timing) -> str:

@@ -333,13 +333,31 @@ STARTS = {
 
 
 @pytest.mark.parametrize("every", [5, 15, 30, 60])
-@pytest.mark.parametrize("start", STARTS)
-def test_the_rate_of_samples_is_right_from_the_first_steps(start, every, some_rules, tmp_path):
+@pytest.mark.parametrize("start", ["a new run", "a late first step", "a restart"])
+def test_the_rate_of_samples_is_right_from_the_second_scrape(start, every, some_rules, tmp_path):
     series = stepping(0, *STARTS[start], every=every) | stepping(1, *STARTS[start], every=every)
-    moments = range(1200 + 15 + every, 1200 + 600, 15)
-    test = rates_of_samples(series, moments, 0.75 * 32, 1.1 * 32, every=every)
+    moments = range(1200 + 30 + 2 * every, 1200 + 600, 15)
+    test = rates_of_samples(series, moments, 0.9 * 32, 1.1 * 32, every=every)
 
     assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize("every", [15, 60])
+@pytest.mark.parametrize("start", ["a restart at once", "a restart without a pause"])
+@pytest.mark.parametrize("first_step", [0, 60])
+def test_after_a_restart_at_once_the_rate_of_samples_has_the_time_without_steps(
+    start, every, first_step, some_rules, tmp_path
+):
+    (old, *_), new = STARTS[start], STARTS[start][-1]
+    series: dict[str, str] = {}
+    for rank in (0, 1):
+        series |= stepping(rank, old, new, every=every, first_step=first_step)
+    begun = range(1200 + first_step + 30 + 2 * every, 1200 + 375, 15)
+    during = rates_of_samples(series, begun, 0, 1.1 * 32, every=every)
+    moments = range(1200 + first_step + 375, 1200 + 900, 15)
+    after = rates_of_samples(series, moments, 0.9 * 32, 1.1 * 32, every=every)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [during, after], tmp_path) == ""
 
 
 @pytest.mark.parametrize("every", [15, 60])
@@ -348,11 +366,29 @@ def test_the_rate_of_samples_is_right_from_the_first_steps(start, every, some_ru
 def test_the_rate_of_samples_is_not_too_high_after_a_long_first_step(
     step, start, every, some_rules, tmp_path
 ):
-    """Half of a rate is missing just before the second step ends."""
+    """Five minutes may have a step more or less than on average."""
     long = {"step": step, "every": every}
     series = stepping(0, *STARTS[start], **long) | stepping(1, *STARTS[start], **long)
-    moments = range(1200 + step + every, 1200 + 600, 15)
-    test = rates_of_samples(series, moments, 0.5 * 32, 1.01 * 32, every=every)
+    name, highest = recorded.SAMPLES_RATE.name, 32 * (1 + step / 300)
+    test = look(recorded.SAMPLES_RATE, series, {})
+    test["interval"] = f"{every}s"
+    test["promql_expr_test"] = [
+        {"expr": f"{name} > {highest}", "eval_time": f"{moment}s", "exp_samples": []}
+        for moment in range(1200, 1200 + 900, 15)
+    ]
+
+    assert failures(some_rules(only=name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize("every", [15, 60])
+def test_evaluations_between_steps_lower_the_rate_of_samples(every, some_rules, tmp_path):
+    """30 steps of a second in each two minutes: a quarter of the rate within steps."""
+    values: dict[int, float] = {
+        now: 16 * (30 * (now // 120) + min(30, now % 120)) for now in range(every, 2400, every)
+    }
+    stored = "_ " + " ".join(f"{values[now]:g}" for now in sorted(values))
+    series = of_rank(0, "zerowatch_samples_total", stored)
+    test = rates_of_samples(series, range(360, 2400, 15), 0.75 * 4, 1.3 * 4, every=every)
 
     assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [test], tmp_path) == ""
 
