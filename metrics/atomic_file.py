@@ -11,9 +11,12 @@ import json
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 
 _BLOCK_BYTES = 65536
+# Longer than another process takes to write a line, a part of which can be seen meanwhile.
+_IN_FLIGHT_SECONDS = 0.02
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
@@ -72,7 +75,8 @@ def mend_last_line(descriptor: int) -> None:
 
     A killed process or a full disk leaves one. Its bytes become spaces, which JSON allows before a
     value, so that each line can be parsed once the next one is appended. If only the end of the
-    line was missing, it is written. Nothing is cut off, because another process may append.
+    line was missing, it is written. Nothing is cut off, because another process may append. If the
+    file still changes, that process is writing the line.
 
         os.write(descriptor, b'{"step": 1}\n{"step": 2, "lo')
         mend_last_line(descriptor)  # b'{"step": 1}\n               '
@@ -83,10 +87,17 @@ def mend_last_line(descriptor: int) -> None:
     Raises:
         OSError: The file cannot be read or written.
     """
-    size = os.fstat(descriptor).st_size
-    last = _last_line(descriptor, size)
-    if not last.strip():
-        return
+    last, size = _last_line(descriptor)
+    while last.strip():
+        time.sleep(_IN_FLIGHT_SECONDS)
+        before = last, size
+        last, size = _last_line(descriptor)
+        if (last, size) == before:
+            _mend(descriptor, last, size)
+            return
+
+
+def _mend(descriptor: int, last: bytes, size: int) -> None:
     try:
         json.loads(last)
     except ValueError:
@@ -101,14 +112,15 @@ def mend_last_line(descriptor: int) -> None:
         os.write(descriptor, b"\n")
 
 
-def _last_line(descriptor: int, size: int) -> bytes:
-    """Return the bytes after the last end of a line."""
-    last, start = b"", size
+def _last_line(descriptor: int) -> tuple[bytes, int]:
+    """Return the bytes after the last end of a line, and the size of the file."""
+    start = size = os.fstat(descriptor).st_size
+    last = b""
     while start and b"\n" not in last:
         block_size = min(start, _BLOCK_BYTES)
         start -= block_size
         last = os.pread(descriptor, block_size, start) + last
-    return last[last.rfind(b"\n") + 1 :]
+    return last[last.rfind(b"\n") + 1 :], size
 
 
 def regular_file_status(path: Path) -> os.stat_result:

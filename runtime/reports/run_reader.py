@@ -781,8 +781,9 @@ def _missing_ranks(ranks: Mapping[int, RankSteps], world_size: int | None) -> li
         # So far only the first rank of each node has recorded a step.
         firsts = sorted({steps.rank - steps.local_rank for steps in ranks.values()})
         ranks_per_log = 1 + max(0, *(steps.local_rank for steps in ranks.values()))
-        if ranks_per_log == 1 and len(firsts) > 1:
-            ranks_per_log, is_certain = firsts[1] - firsts[0], False
+        if ranks_per_log == 1:  # unknown
+            is_certain = False
+            ranks_per_log = firsts[1] - firsts[0] if len(firsts) > 1 else 1
         if any(first % ranks_per_log for first in firsts):  # nodes of different sizes, or lost logs
             ranks_per_log, is_certain = 1, False
     missing = [rank for rank in range(0, world_size, ranks_per_log) if rank not in ranks]

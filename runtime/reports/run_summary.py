@@ -1270,7 +1270,8 @@ def _per_second(run: RecordedRun, name: str) -> float | None:
     by_world_size: dict[int, list[tuple[float, float]]] = {}
     for steps in run.ranks.values():
         sizes, values = steps.column("world_size"), steps.column(name)
-        seconds = training_seconds(steps)
+        seconds = training_seconds(steps) * steps.steps_per_row  # a row has the means of its steps
+        values = values * steps.steps_per_row
         for size in np.unique(sizes).tolist():
             is_used = (sizes == size) & ~np.isnan(values)
             done = float(values[is_used].sum(dtype=np.float64))

@@ -275,7 +275,12 @@ def test_before_the_tenth_step_most_ranks_of_a_large_job_have_no_log(
 
 @pytest.mark.parametrize(
     ("attempts", "removed", "num_logs"),
-    [(((72, 9),), [8], 8), (((72, 9),), [0], 8), (((96, 9),), [8, 24, 32], 9)],
+    [
+        (((72, 9),), [8], 8),
+        (((72, 9),), [0], 8),
+        (((96, 9),), [8, 24, 32], 9),
+        (((72, 9),), [*range(8, 72, 8)], 1),
+    ],
 )
 def test_before_the_tenth_step_it_is_not_certain_which_ranks_lack_a_log(
     tmp_path: Path, attempts: tuple[tuple[int, int], ...], removed: list[int], num_logs: int

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -639,6 +640,18 @@ def test_the_tokens_of_a_pipeline_with_fewer_ranks_later_are_those_of_its_first_
     folder = run_of_attempts(tmp_path / "run", (8, 50), (4, 100), record=record)
 
     assert summary_of(folder).figures["tokens_per_second"] == pytest.approx(3 * 1024 / 0.5)
+
+
+def test_rows_of_several_steps_weigh_as_much_as_their_steps(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (8, 400), (4, 800))
+    run = read_run(folder)
+    folded = read_run(folder, max_values=200 * len(run.ranks[0].columns) * 8)
+    assert folded.ranks[0].steps_per_row > 1 == run.ranks[7].steps_per_row
+
+    mixed = replace(run, ranks={**run.ranks, **{rank: folded.ranks[rank] for rank in range(4)}})
+
+    figures = summarize(mixed, read_metrics(folder)).figures
+    assert figures["samples_per_second"] == pytest.approx(6 * 8 / 0.5)
 
 
 def test_a_rank_without_a_log_is_counted_like_the_others(tmp_path: Path) -> None:
