@@ -115,6 +115,10 @@ class _LineReader:
             for number, text in enumerate(file, start=1):
                 if not text.strip() and text.endswith(b"\n"):
                     continue
+                if text.startswith(b" ") and text.strip():  # `mend_last_line`
+                    self._problems.append(
+                        f"{path}:{number}: a line before this one was only half written; it is lost"
+                    )
                 try:
                     line = decode(text)
                     if line.head is None and line.session not in self._sessions:

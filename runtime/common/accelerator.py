@@ -419,4 +419,5 @@ def device_kind() -> str:
     deepspeed = sys.modules.get("deepspeed.accelerator")
     if deepspeed is not None:
         return str(deepspeed.get_accelerator().device_name())
-    return _kind_of_this_build()
+    # A build for a device may run where there is none.
+    return _kind_of_this_build() if torch.accelerator.is_available() else "cpu"

@@ -233,12 +233,20 @@ def test_without_a_device_there_is_no_uuid_and_no_slice(monkeypatch: pytest.Monk
     assert found == [("uuid-2", True), (None, False)]
 
 
-@pytest.mark.parametrize(("found", "kind"), [(None, "cpu"), (SimpleNamespace(type="xpu"), "xpu")])
+@pytest.mark.parametrize(
+    ("found", "is_available", "kind"),
+    [
+        (None, False, "cpu"),
+        (SimpleNamespace(type="xpu"), True, "xpu"),
+        (SimpleNamespace(type="cuda"), False, "cpu"),  # the usual build, without a GPU
+    ],
+)
 def test_without_deepspeed_training_is_on_torch_s_device(
-    monkeypatch: pytest.MonkeyPatch, found: object, kind: str
+    monkeypatch: pytest.MonkeyPatch, found: object, is_available: bool, kind: str
 ) -> None:
     monkeypatch.delitem(sys.modules, "deepspeed.accelerator", raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: is_available)
 
     assert accelerator.device_kind() == kind
 
