@@ -419,5 +419,6 @@ def device_kind() -> str:
     deepspeed = sys.modules.get("deepspeed.accelerator")
     if deepspeed is not None:
         return str(deepspeed.get_accelerator().device_name())
+    kind = _kind_of_this_build()
     # A build for a device may run where there is none.
-    return _kind_of_this_build() if torch.accelerator.is_available() else "cpu"
+    return kind if kind != "cpu" and torch.accelerator.is_available() else "cpu"
