@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
+from time import monotonic
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +56,10 @@ _NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 # So many optimizers without a model end the search for it. After so many beside the watched one,
 # further ones no longer show that another training has begun.
 MAX_PASSED_OVER = 10
+# To open a run takes up to a second, within a step. After so many runs of less than this time whose
+# models no longer exist, a model is watched only once it has been trained for this time.
+MAX_SHORT_RUNS = 3
+SHORT_RUN_SECONDS = 30.0
 # Hooks that outlive a watch: one that has failed may be missing in all further runs.
 _HOOKS_OF_PROCESS = ("collectives", "functional collectives", "streams")
 
@@ -73,9 +79,11 @@ class _Process:
         outer_error: The error in whose handler the parent has forked this child, if any.
         watches_torch: Whether the watch is of a torch model, without DeepSpeed.
         is_opened_in_step: Whether an optimizer step has shown the model of the watch.
-        known_optimizers: Optimizers whose further steps show nothing: the watched one, those beside
-            it, and those whose parameters no module holds.
+        known_optimizers: The monotonic time from which a step of an optimizer may show a model:
+            never for the watched one, those beside it, and those whose parameters no module holds.
         num_passed_over: How many optimizers were not watched, in this training.
+        num_short_runs: How many short runs were replaced, because their models no longer existed.
+        opened_at: Monotonic time at which the watch was opened.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
@@ -89,10 +97,12 @@ class _Process:
     is_model_known: bool = False
     watches_torch: bool = False
     is_opened_in_step: bool = False
-    known_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(
-        default_factory=weakref.WeakSet
+    known_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = field(
+        default_factory=weakref.WeakKeyDictionary
     )
     num_passed_over: int = 0
+    num_short_runs: int = 0
+    opened_at: float = 0.0
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
     closes_at_exit: bool = False
@@ -295,7 +305,8 @@ def instrument_torch() -> None:
 
     The first optimizer step shows whether a script trains without DeepSpeed. Its model is watched
     from then on. After `expect_training`, the next step is such a first step, and so is that of
-    another optimizer once the watched model no longer exists.
+    another optimizer once the watched model no longer exists. After several short runs, the step
+    after `SHORT_RUN_SECONDS` of such an optimizer takes its place.
     """
     if not load_settings(ds_block={"enabled": True}).enabled:
         return
@@ -309,11 +320,11 @@ def instrument_torch() -> None:
 
 
 def _may_show_model(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step may be the first of a training."""
-    if not _process.is_model_known:
-        return True
+    """Return whether a step may show a training that is not watched yet."""
     may_be_next = _process.watches_torch and _process.num_passed_over < MAX_PASSED_OVER
-    return may_be_next and optimizer not in _process.known_optimizers
+    if _process.is_model_known and not may_be_next:
+        return False
+    return monotonic() >= _process.known_optimizers.get(optimizer, 0.0)
 
 
 def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
@@ -322,12 +333,14 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     An optimizer of tensors that no module holds does not count. In a notebook the newest model is
     watched.
     """
-    if optimizer in _process.known_optimizers:
-        return
     from .common.torch_engine import torch_engine, trained_model
 
-    running = current_watch()
-    if _process.is_model_known:
+    running, is_next = current_watch(), _process.is_model_known
+    if is_next:
+        is_new = optimizer not in _process.known_optimizers
+        if is_new and _process.num_short_runs >= MAX_SHORT_RUNS:
+            _process.known_optimizers[optimizer] = monotonic() + SHORT_RUN_SECONDS
+            return
         _pass_over(optimizer)
         is_wanted = running is not None and _is_engine_gone()
     else:
@@ -338,15 +351,31 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
         return
     model = trained_model(optimizer)
     if model is None:
-        _on_no_model(optimizer)
+        if not is_next:
+            _on_no_model(optimizer)
         return
     # A DeepSpeed engine may go on after its watch was closed.
     if any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
         return
     engine = torch_engine(model, optimizer)
     if running is None or not running.watches(engine):
+        if is_next and monotonic() - _process.opened_at < SHORT_RUN_SECONDS:
+            _count_short_run()
         _open_watch(engine, settings)
         _process.is_opened_in_step = True
+
+
+def _count_short_run() -> None:
+    _process.num_short_runs += 1
+    if _process.num_short_runs == MAX_SHORT_RUNS:
+        logger.warning(
+            "%d runs have lasted less than %.0f s each, and their models no longer exist: from now "
+            "on, another model is watched only after %.0f s of its training. Call "
+            "zerowatch.watch(model, optimizer) to watch one from its start.",
+            MAX_SHORT_RUNS,
+            SHORT_RUN_SECONDS,
+            SHORT_RUN_SECONDS,
+        )
 
 
 def _on_no_model(optimizer: torch.optim.Optimizer) -> None:
@@ -362,9 +391,8 @@ def _on_no_model(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _pass_over(optimizer: torch.optim.Optimizer) -> None:
-    if optimizer not in _process.known_optimizers:
-        _process.known_optimizers.add(optimizer)
-        _process.num_passed_over += 1
+    _process.known_optimizers[optimizer] = math.inf
+    _process.num_passed_over += 1
 
 
 def expect_training() -> None:
@@ -464,7 +492,7 @@ def close_watch(*, failed: bool) -> None:
     if _process.first_step_hook is not None:
         _process.is_model_known = True
         _process.first_step_hook.remove()
-    error = sys.exception() or getattr(sys, "last_value", None)
+    error = sys.exception() or _uncaught_error()
     interrupted = failed and is_interrupt(error)
     try:
         with ended_by_next_interrupt() if interrupted else nullcontext():
@@ -569,7 +597,8 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     _process.watches_torch, _process.is_opened_in_step = isinstance(engine, TorchEngine), False
     _forget_optimizers()
     if _process.watches_torch:
-        _process.known_optimizers.add(engine.optimizer)
+        _process.known_optimizers[engine.optimizer] = math.inf
+    _process.opened_at = monotonic()
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)
@@ -652,13 +681,17 @@ def _torch_engine(model: Any, optimizer: Any) -> Any:
 
 
 def _close_at_exit() -> None:
-    # After an uncaught exception the interpreter sets last_value before it runs exit handlers.
-    # IPython sets it after each cell that raised, and goes on.
     watch = _process.watch
     failed = None if watch is None else watch.last_cell_failed
     if failed is None:
-        failed = hasattr(sys, "last_value") or (watch is not None and watch.has_exit_failed)
+        exit_failed = watch is not None and watch.has_exit_failed
+        failed = _uncaught_error() is not None or exit_failed
     close_watch(failed=failed)
+
+
+def _uncaught_error() -> BaseException | None:
+    watch = _process.watch
+    return getattr(sys, "last_value", None) if watch is None else watch.uncaught_error
 
 
 def _close_at_end_of_child() -> None:

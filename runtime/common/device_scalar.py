@@ -104,7 +104,7 @@ class PendingScalar:
 
     def __init__(self, source: torch.Tensor) -> None:
         """Start copying a tensor with one element. This allocates no memory on the device."""
-        self._value: float | None = None
+        self._value: complex | None = None
         self._is_lost = False
         self._slot: list[_Slot] = []  # empty once the copy is done
         key = (source.dtype, source.device)
@@ -127,12 +127,17 @@ class PendingScalar:
         if not slot.done.query():
             self._slot.append(slot)
             return False
-        self._value = float(slot.value)
+        self._value = slot.value.item()
         slot.slots.give_back(slot)
         return True
 
     def read(self) -> float | None:
-        """Return the value, or None if the copy is not done or lost."""
+        """Return the value as a float, or None if the copy is not done or lost."""
+        value = self.read_as_is()
+        return None if value is None else float(value)  # type: ignore[arg-type]
+
+    def read_as_is(self) -> complex | None:
+        """Return the value in its own type, or None if the copy is not done or lost."""
         return self._value if self.arrived() else None
 
     def lose(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,7 +48,7 @@ class Attachment:
         """
         watch = current_watch()
         if watch is not None and is_opened_in_step():
-            interrupted = is_interrupt(getattr(sys, "last_value", None))  # the cell of a notebook
+            interrupted = is_interrupt(watch.uncaught_error)  # the cell of a notebook
             # How a training that had no callback, or another one, has ended is not known.
             failed = watch is self._begun and not interrupted
             watch.close(failed=failed, interrupted=interrupted)

@@ -185,7 +185,7 @@ def build_watch(
         )
         undo.callback(instrumentation.restore)
 
-        exit_calls = ExitCalls(lambda: getattr(engine_ref(), "global_steps", None), fail_open)
+        exit_calls = ExitCalls(lambda: thread.num_steps, fail_open)
         undo.callback(exit_calls.close)
         overhead = OverheadMetrics(
             context,

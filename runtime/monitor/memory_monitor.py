@@ -172,7 +172,7 @@ class MemoryMonitor:
 
     def _periodic_tasks(self) -> list[Callable[[], object]]:
         """Return the functions to call every second. If one fails, the others still run."""
-        tasks: dict[str, Callable[[], object]] = {}
+        tasks: dict[str, Callable[[], object]] = {"oom kills": self._oom_finder.refresh}
         if self._enabled:
             tasks["killed ranks"] = self._write_liveness_file
         offload = self._offload

@@ -6,7 +6,6 @@ therefore import `zerowatch.initialize` before it imports DeepSpeed.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,6 +179,11 @@ class Watch:
         """Whether the last cell of a notebook raised. None if no cell has ended, as in a script."""
         return self._instrumentation.last_cell_failed
 
+    @property
+    def uncaught_error(self) -> BaseException | None:
+        """The error that has ended the script, or a cell of a notebook, since the watch opened."""
+        return self._outer_error.newer_uncaught()
+
     def watches(self, engine: Any) -> bool:
         """Whether this watch monitors `engine`."""
         return self._engine() is engine
@@ -341,7 +345,7 @@ class Watch:
         if not self._interrupted:
             self._failed = self._failed or failed or isinstance(current, Exception)
         if not self._closed:
-            error = current or getattr(sys, "last_value", None)
+            error = current or self.uncaught_error
             self._closed, self._unclosed = True, deque(self._parts_to_close(error))
         self._close_rest()
         if self._failed:

@@ -54,6 +54,7 @@ class WatchSinks:
         self.enqueue = self._subscriptions.enqueue
         wrap = context.fail_open.wrap
         self._take = wrap("logged values", _taken, is_kept=True)
+        self._plain = wrap("logged values", self._plain_value, is_kept=True)
         self._append = wrap("logged values", self._append_line, BaseException, is_kept=True)
 
     @property
@@ -122,11 +123,11 @@ class WatchSinks:
             self._subscriptions.call_at_end("logged values", self._log.close)
         return self._log
 
-    def _plain(self, value: object) -> object:
+    def _plain_value(self, value: object) -> object:
         """Return the number in a tensor or an array of one element; else a text."""
         if isinstance(value, PendingScalar):
             self._wait_for(value)
-            return value.read()
+            return value.read_as_is()
         if getattr(value, "size", None) is not None and hasattr(value, "item"):
             numel = getattr(value, "numel", None)
             if (numel() if numel is not None else getattr(value, "size")) == 1:  # noqa: B009

@@ -120,6 +120,7 @@ class WatchThread:
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.num_steps = 0
         self._fail_open = fail_open
         self._num_lost = 0
         self._flight_recorder = flight_recorder
@@ -147,6 +148,8 @@ class WatchThread:
 
     def enqueue(self, item: CallBatch | RawStep) -> None:
         """Add a batch of calls or a raw step to the queue. Called on the training thread."""
+        if isinstance(item, RawStep):
+            self.num_steps += 1
         if len(self._inbox) + len(self._pending) >= MAX_PENDING:
             self.dropped_steps += isinstance(item, RawStep)
             self.dropped_calls += _batch_of(item).discard()

@@ -301,7 +301,7 @@ def build_separate_watch(
         calls.connect(phase_timer, thread.enqueue, hangs.analyze_error)
         instrumentation = EngineInstrumentation(context, engine, memory.hooks, thread.enqueue, None)
         undo.callback(instrumentation.restore)
-        exit_calls = ExitCalls(lambda: getattr(engine_ref(), "global_steps", None), fail_open)
+        exit_calls = ExitCalls(lambda: thread.num_steps, fail_open)
         undo.callback(exit_calls.close)
         parts = _Parts(
             context=context,

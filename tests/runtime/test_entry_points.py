@@ -119,8 +119,10 @@ class Process:
             is_model_known=False,
             watches_torch=False,
             is_opened_in_step=False,
-            known_optimizers=weakref.WeakSet(),
+            known_optimizers=weakref.WeakKeyDictionary(),
             num_passed_over=0,
+            num_short_runs=0,
+            opened_at=0.0,
             first_step_hook=None,
             attached_settings=None,
             startup=Recorded(self.calls, "startup"),
@@ -139,7 +141,13 @@ class Process:
         return Recorded(
             self.calls,
             "watch",
-            **{"is_open": True, "settings": settings, "watches": lambda it: it is engine, **values},
+            **{
+                "is_open": True,
+                "settings": settings,
+                "watches": lambda it: it is engine,
+                "uncaught_error": None,
+                **values,
+            },
         )
 
 
@@ -542,9 +550,9 @@ def test_a_run_ends_as_failed_or_as_interrupted(
     calls = process.calls
     waits = Recorded(calls, "calls")
     process.state.collectives = Recorded(calls, "collectives", call_recorder=waits)
-    process.state.watch = process.watch_of(None)
+    process.state.watch = process.watch_of(None, uncaught_error=error)
     process.state.first_step_hook = Recorded(calls, "hook")
-    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)  # an earlier cell's
 
     entry_points.close_watch(failed=failed)
 
@@ -605,6 +613,7 @@ def test_a_process_that_ends_by_an_exception_closes_as_failed(
             "completed",
         ),
         ("main()", "exception"),
+        ("main_that_goes_on()", "completed"),
     ],
 )
 def test_a_script_that_exits_with_an_error_status_has_failed(
@@ -650,6 +659,12 @@ def train():
 def main():
     own = opened()
     sys.exit(1)
+def main_that_goes_on():
+    global model, optimizer
+    model, optimizer = opened()
+    try: sys.exit(1)
+    except SystemExit: train()
+    del model, optimizer
 """
 
 

@@ -6,7 +6,6 @@ import atexit
 import json
 import logging
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -219,7 +218,6 @@ class BackgroundSaver:
         self._reserved: SimpleQueue[_SaveJob | None] | None = None
         self._job: _SaveJob | None = None
         self._failure: CheckpointError | None = None
-        self._earlier_error: BaseException | None = None
         self._outer_error = OuterError()
 
     def reserve_thread(self) -> bool:
@@ -247,7 +245,7 @@ class BackgroundSaver:
         """
         queue, self._reserved = self._reserved or _started_thread(), None
         self._job = _SaveJob(pending, exchange, on_end)
-        self._earlier_error, self._outer_error = _uncaught_error(), OuterError()
+        self._outer_error = OuterError()
         queue.put(self._job)
         atexit.register(self.wait)
 
@@ -294,12 +292,10 @@ class BackgroundSaver:
     def _is_ended_by_error(self) -> bool:
         """Return whether an error is being handled, such as in a `finally`, or ended the script.
 
-        IPython sets the uncaught error after each cell that raised, and goes on. An error from
-        before the save ends nothing.
+        An error from before the save ends nothing.
         """
-        uncaught = _uncaught_error()
-        is_new = uncaught is not None and uncaught is not self._earlier_error
-        return is_new or self._outer_error.newer() is not None
+        errors = self._outer_error.newer(), self._outer_error.newer_uncaught()
+        return any(error is not None for error in errors)
 
     def take_failure(self) -> CheckpointError | None:
         """Return and forget why the last checkpoint was not completed; None if it was."""
@@ -329,7 +325,7 @@ class BackgroundSaver:
     def _take(self, job: _SaveJob | None) -> None:
         if job is not None:
             atexit.unregister(self.wait)
-            self._job, self._failure, self._earlier_error = None, job.failure, None
+            self._job, self._failure = None, job.failure
 
 
 class _SaveJob:
@@ -428,10 +424,6 @@ def _run_next(queue: SimpleQueue[_SaveJob | None]) -> None:
     job = queue.get()
     if job is not None:
         job.run()
-
-
-def _uncaught_error() -> BaseException | None:
-    return getattr(sys, "last_value", None)
 
 
 def _shown(error: Exception | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 
 from zerowatch.runtime.common.outer_error import OuterError
@@ -51,6 +52,19 @@ def test_a_later_error_at_the_same_address_is_newer() -> None:
 
     assert is_at_same_address  # CPython gives the next error the memory of the last
     assert is_newer
+
+
+def test_only_an_uncaught_error_from_afterwards_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    first, earlier, later = OuterError(), KeyboardInterrupt(), ValueError()
+    monkeypatch.setattr(sys, "last_value", earlier, raising=False)
+    second = OuterError()
+    in_between = first.newer_uncaught(), second.newer_uncaught()
+
+    monkeypatch.setattr(sys, "last_value", later)
+
+    assert in_between == (earlier, None)
+    assert (first.newer_uncaught(), second.newer_uncaught()) == (later, later)
 
 
 def test_the_variables_of_the_failed_step_are_freed() -> None:

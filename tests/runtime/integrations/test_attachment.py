@@ -18,6 +18,7 @@ import zerowatch
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.catalog import training
 from zerowatch.runtime import entry_points
+from zerowatch.runtime.common.torch_engine import torch_engine
 from zerowatch.runtime.entry_points import attach, wrap_deepspeed
 from zerowatch.runtime.integrations.attachment import Attachment
 
@@ -186,6 +187,20 @@ def test_a_training_that_the_user_interrupts_in_a_notebook_has_not_failed(
     assert watch.snapshot().value(training.RUN_END_INFO, reason) == 1
 
 
+def test_a_training_that_raises_after_an_interrupted_cell_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callback = zerowatch.TransformersCallback(QUIET)
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+
+    watch = train_until_error(callback, model, optimizer, 2, RuntimeError)
+    callback.on_train_begin(None, None, None)
+
+    assert watch.snapshot().value(training.RUN_END_INFO, "exception") == 1
+
+
 def test_a_watch_that_the_script_opened_for_a_training_is_its_watch() -> None:
     callback = zerowatch.TransformersCallback(QUIET)
     model = torch.nn.Linear(2, 3)
@@ -238,6 +253,68 @@ def test_optimizers_beside_the_watched_model_are_checked_ten_times(
 
     assert len(collections) == entry_points.MAX_PASSED_OVER
     assert entry_points.current_watch() is watch
+
+
+def train_copy(num_steps: int) -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+
+
+def test_short_trainings_one_after_another_have_few_runs_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach({"serve": {"enabled": False}, "run_log": {"folder": str(tmp_path)}})
+    tensor = torch.ones(2, requires_grad=True)
+
+    for _ in range(20):
+        train_copy(3)
+        tensor.square().sum().backward()
+        torch.optim.SGD([tensor]).step()  # no module holds it
+
+    (line,) = [line for line in caplog.messages if "zerowatch.watch(" in line]
+    assert line.startswith(f"{entry_points.MAX_SHORT_RUNS} runs")
+    assert len(list(tmp_path.iterdir())) == entry_points.MAX_SHORT_RUNS + 1
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3600.0])
+def test_after_short_trainings_a_model_is_watched_once_it_is_trained_for_long(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(entry_points, "monotonic", lambda: now[0])
+    attach(QUIET)
+    for _ in range(entry_points.MAX_SHORT_RUNS + 1):
+        train_copy(2)
+    last_short = entry_points.current_watch()
+
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+        now[0] += seconds
+
+    watch = entry_points.current_watch()
+    assert watch is not None
+    is_long = seconds >= entry_points.SHORT_RUN_SECONDS
+    assert watch.watches(torch_engine(model, optimizer)) == is_long
+    assert (watch is last_short) != is_long
+
+
+def test_long_trainings_one_after_another_have_a_run_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, watches = [0.0], set()
+    monkeypatch.setattr(entry_points, "monotonic", lambda: now[0])
+    attach(QUIET)
+
+    for _ in range(2 * entry_points.MAX_SHORT_RUNS):
+        train_copy(2)
+        watches.add(entry_points.current_watch())
+        now[0] += 2 * entry_points.SHORT_RUN_SECONDS
+
+    assert len(watches) == 2 * entry_points.MAX_SHORT_RUNS
 
 
 def test_a_callback_monitors_after_a_watch_that_the_script_opened_and_closed() -> None:

@@ -24,8 +24,9 @@ from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
 from zerowatch.runtime.memory import leak_monitor, memory_reader
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
+from zerowatch.runtime.memory.oom import oom_finder
 from zerowatch.runtime.memory.oom.killed_ranks import KilledRank
-from zerowatch.runtime.memory.oom.oom_finder import OomFinder
+from zerowatch.runtime.memory.oom.oom_finder import WINDOW_SECONDS, OomFinder
 from zerowatch.runtime.memory.step_sample import DetailedSample, StepMemorySample
 from zerowatch.runtime.monitor import memory_monitor
 from zerowatch.runtime.monitor.memory_monitor import MemoryMonitor
@@ -308,6 +309,27 @@ def test_a_killed_worker_of_the_data_loader_is_out_of_memory_if_the_kernel_count
     assert job.monitor.is_caused_by_oom(error) == is_oom
     assert job.value(memory.OOMS, "cpu", "raised") == is_oom
     assert job.value(memory.OOMS, "cpu", "fatal") == is_oom
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_kill_of_long_ago_does_not_explain_a_killed_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, enabled: bool
+) -> None:
+    clock = FakeClock()
+    set_clock(monkeypatch, oom_finder, monotonic=clock)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
+    monkeypatch.setattr(memory_monitor, "OomFinder", lambda: OomFinder(tmp_path))
+    job = Job(monkeypatch, watch_context(settings={"memory": {"enabled": enabled}}))
+    (tmp_path / "proc/vmstat").write_text("oom_kill 6\n")
+    error = RuntimeError("DataLoader worker (pid 77) is killed by signal: Killed. ")
+    assert job.monitor.is_caused_by_oom(error)
+
+    for _ in range(2):
+        clock.seconds += WINDOW_SECONDS
+        job.monitor.publish()
+
+    assert not job.monitor.is_caused_by_oom(error)
 
 
 def test_memory_that_is_off_is_still_published_without_forecasts_and_reports(

@@ -181,6 +181,19 @@ def test_a_run_that_is_said_to_fail_uses_the_last_error_of_the_interpreter(
     assert job.value(training.RUN_END_INFO, "out_of_memory") == 1
 
 
+def test_the_error_of_a_cell_before_the_run_is_not_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "last_value", MemoryError(), raising=False)
+    job = Job()
+
+    job.watch.close(failed=True)
+
+    assert job.watch.uncaught_error is None
+    assert ("memory.on_run_error", None) in job.calls
+    assert job.value(training.RUN_END_INFO, "exception") == 1
+
+
 @pytest.mark.parametrize("outer", [MemoryError(), KeyboardInterrupt()])
 def test_a_run_within_the_handler_of_an_earlier_error_ends_in_good_order(
     outer: BaseException,
@@ -238,8 +251,8 @@ def test_a_run_that_fails_notes_its_own_error_and_the_rank_whose_error_it_got(
     notes = list(folder.glob(f"exits/rank-3-{os.getpid()}-*-error.note.json"))
     assert [json.loads(path.read_text())["text"] for path in notes] == ([text] if text else [])
     assert all(path.stat().st_mode & 0o077 == 0 for path in notes)
-    assert error_note(tmp_path, 3, os.getpid(), 0.0) == text
-    assert error_note(tmp_path, 3, os.getpid(), time.time() + 60) is None
+    assert error_note([folder], 3, os.getpid(), 0.0) == text
+    assert error_note([folder], 3, os.getpid(), time.time() + 60) is None
 
 
 def test_ctrl_c_is_no_failure() -> None:

@@ -313,6 +313,39 @@ def test_a_value_on_a_device_is_copied_without_a_wait_and_written_once_it_has_ar
     assert not fail_open.failures
 
 
+def test_values_on_a_device_keep_their_types(
+    tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
+) -> None:
+    values = {"tokens": 2**53 + 1, "is_best": True, "root": 1 + 2j, "loss": 2.5}
+    sinks = watch_sinks(tmp_path, fail_open)
+
+    sinks.log_values(
+        {name: torch.tensor(value).as_subclass(OnDevice) for name, value in values.items()}, 1
+    )
+    sinks.close()
+
+    written = logged(tmp_path)[0]["values"]
+    assert written == values | {"root": "(1+2j)"}
+    assert [type(written[name]) for name in ("tokens", "is_best", "loss")] == [int, bool, float]
+    assert not fail_open.failures
+
+
+def test_a_value_that_cannot_be_read_is_null(tmp_path: Path, fail_open: FailOpen) -> None:
+    class Broken:
+        def item(self) -> float:
+            raise RuntimeError("the device has failed")
+
+        size = 1
+
+    sinks = watch_sinks(tmp_path, fail_open)
+
+    sinks.log_values({"loss": Broken(), "lr": 0.1}, 1)
+    sinks.close()
+
+    assert logged(tmp_path)[0]["values"] == {"loss": None, "lr": 0.1}
+    assert fail_open.failures == {"logged values": 1}
+
+
 def test_a_value_that_never_arrives_is_null(
     tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.clock import FakeClock, set_clock
 from fakes.ooms import FakeOomContext
 from torch.utils.data import DataLoader, Dataset
 
+from zerowatch.runtime.memory.oom import oom_finder
 from zerowatch.runtime.memory.oom.error_report import OomReporter
 from zerowatch.runtime.memory.oom.oom_error import OomError
-from zerowatch.runtime.memory.oom.oom_finder import OomFinder
+from zerowatch.runtime.memory.oom.oom_finder import WINDOW_SECONDS, OomFinder
 
 KILLED = "DataLoader worker (pid 18303) is killed by signal: Killed. "
+LOST = "DataLoader worker (pid(s) 18303, 18304) exited unexpectedly"
 OWN, HOST = "sys/fs/cgroup/job/memory.events", "proc/vmstat"
 
 
@@ -37,17 +41,29 @@ def killed() -> BaseException:
 
 def wrapped() -> BaseException:
     """Return the error of torch if the signal arrives while it waits for a batch."""
+    return caused_by(killed())
+
+
+def caused_by(cause: BaseException) -> BaseException:
     error = RuntimeError("DataLoader worker (pid(s) 18303) exited unexpectedly")
-    error.__cause__ = killed()
+    error.__cause__ = cause
     return error
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    set_clock(monkeypatch, oom_finder, monotonic=clock)
+    return clock
 
 
 @pytest.mark.parametrize("make", [killed, wrapped])
 def test_a_worker_was_killed_by_the_oom_killer_if_its_cgroup_counts_one_more(
-    tmp_path: Path, make: Callable[[], BaseException]
+    tmp_path: Path, clock: FakeClock, make: Callable[[], BaseException]
 ) -> None:
     count(tmp_path, own=2, host=5)
     finder, error = OomFinder(tmp_path), make()
+    clock.seconds += 7
     count(tmp_path, own=3, host=6)
 
     found = finder.find(error)
@@ -56,8 +72,8 @@ def test_a_worker_was_killed_by_the_oom_killer_if_its_cgroup_counts_one_more(
         kind="operating system",
         device="cpu",
         requested_bytes=None,
-        message="DataLoader worker (pid 18303) is killed by signal: Killed (by the kernel's OOM "
-        "killer, which has killed 1 process(es) of this rank's memory cgroup since the start)",
+        message="DataLoader worker (pid 18303) is killed by signal: Killed (cause: the kernel's "
+        "OOM killer, which has killed 1 process(es) of this rank's memory cgroup in the last 7 s)",
         worker="DataLoader worker with pid 18303",
     )
     assert found == (error.__cause__ or error, expected)
@@ -65,7 +81,7 @@ def test_a_worker_was_killed_by_the_oom_killer_if_its_cgroup_counts_one_more(
 
 
 def test_without_a_counter_of_its_cgroup_the_one_of_the_machine_makes_it_probable(
-    tmp_path: Path,
+    tmp_path: Path, clock: FakeClock
 ) -> None:
     count(tmp_path, host=5)
     finder = OomFinder(tmp_path)
@@ -75,9 +91,55 @@ def test_without_a_counter_of_its_cgroup_the_one_of_the_machine_makes_it_probabl
 
     assert found is not None
     assert found[1].message.endswith(
-        "(probably by the kernel's OOM killer, which has killed 2 process(es) on this host since "
-        "the start)"
+        "(probable cause: the kernel's OOM killer, which has killed 2 process(es) on this host in "
+        "the last 0 s)"
     )
+
+
+@pytest.mark.parametrize("kills", [1, 0])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError(LOST), caused_by(queue.Empty()), caused_by(ConnectionResetError(104, "reset"))],
+    ids=["alone", "after a timeout", "after a lost connection"],
+)
+def test_a_worker_that_ended_in_an_unknown_way_was_probably_killed_if_the_kernel_counts_it(
+    tmp_path: Path, error: BaseException, kills: int
+) -> None:
+    count(tmp_path, own=2, host=5)
+    finder = OomFinder(tmp_path)
+    count(tmp_path, own=2 + kills, host=5 + kills)
+
+    found = finder.find(error)
+
+    assert (found is not None) == (kills > 0)
+    if found is not None:
+        assert found[0] is error
+        assert str(error) in found[1].message
+        assert "probable cause" in found[1].message
+
+
+def test_a_kill_counts_for_about_a_minute_however_often_the_counters_are_refreshed(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    count(tmp_path, own=2, host=5)
+    finder = OomFinder(tmp_path)
+
+    def pass_seconds(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            clock.seconds += 1
+            finder.refresh()
+
+    pass_seconds(WINDOW_SECONDS - 1)
+    count(tmp_path, own=3, host=6)
+    pass_seconds(WINDOW_SECONDS)
+    assert finder.find(killed()) is not None
+    pass_seconds(WINDOW_SECONDS)
+    assert finder.find(killed()) is None, "another process has sent the signal"
+    count(tmp_path, own=4, host=7)
+    found = finder.find(killed())
+
+    assert found is not None
+    assert "killed 1 process(es)" in found[1].message
 
 
 @pytest.mark.parametrize(
@@ -104,11 +166,13 @@ def test_a_worker_that_was_killed_otherwise_did_not_run_out_of_memory(
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("DataLoader worker (pid(s) 18303) exited unexpectedly"),
         RuntimeError("DataLoader worker (pid 18303) is killed by signal: Segmentation fault. "),
+        caused_by(RuntimeError("DataLoader worker (pid 18303) is killed by signal: Bus error. ")),
+        caused_by(RuntimeError("DataLoader worker (pid 18303) exited unexpectedly with exit code")),
         ValueError(KILLED),
+        ConnectionResetError(104, "Connection reset by peer"),
     ],
-    ids=["no signal", "another signal", "another error"],
+    ids=["another signal", "wrapped", "an exit code", "another error", "another connection"],
 )
 def test_other_errors_are_not_out_of_memory_although_a_process_was_killed(
     tmp_path: Path, error: Exception
@@ -153,6 +217,38 @@ def test_the_error_that_torch_raises_is_recognized(tmp_path: Path) -> None:
     found = finder.find(raised.value)
     assert found is not None
     assert found[1].worker == f"DataLoader worker with pid {worker.pid}"
+
+
+class Small(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, ConnectionRefusedError, EOFError])
+def test_a_lost_connection_to_a_worker_that_has_not_exited_yet_is_recognized(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
+    count(tmp_path, own=0, host=0)
+    finder = OomFinder(tmp_path)
+    count(tmp_path, own=1, host=1)
+    batches: Any = iter(DataLoader(Small(), num_workers=1))
+
+    def fail(timeout: float) -> None:
+        raise kind("lost")
+
+    batches._data_queue.get = fail
+    with pytest.raises(kind) as raised:
+        next(batches)
+    batches._shutdown_workers()
+
+    found = finder.find(raised.value)
+    assert found is not None
+    assert found[0] is raised.value
+    assert f"{kind.__name__}: lost (probable cause: " in found[1].message
+    assert found[1].worker == "DataLoader worker"
 
 
 def test_the_report_names_the_worker_and_advises_fewer_of_them(tmp_path: Path) -> None:
