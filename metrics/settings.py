@@ -326,7 +326,8 @@ class TunerSettings(Section):
     accepted changes stay. By default `tuner.stop` in the run folder."""
     history_dir: Path | None = None
     """Directory of the tuner's history, reused by later runs of the same job; by default `.tuner`
-    in run_log.folder, and none if no run log is written. Delete it to reset."""
+    in run_log.folder, or `.tuner-<uid>` if the former is another user's or not writable, and none
+    if no run log is written. Delete it to reset."""
 
 
 def _names(given: object) -> object:

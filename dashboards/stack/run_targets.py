@@ -21,8 +21,9 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ FORGET_SECONDS = 24 * 3600.0
 FORGET_UNLOCKED_SECONDS = 600.0
 TARGETS_FILE = "targets.json"
 MAX_FILE_BYTES = 8 * 2**20  # a target has some 200 bytes
+MAX_ADDRESSES = 65536  # of one run; a file could hold a million
 # What rank 0 of a live run writes: its metrics each 15 s, also while training hangs. Not the folder
 # itself, because `zerowatch report` writes into that of a dead run.
 _SIGNS_OF_LIFE = (TARGETS_FILE, "rank-0.jsonl", "metrics-0.jsonl")
@@ -280,10 +282,14 @@ def _checked(content: object, *, run: str) -> Targets:
     """
     if not isinstance(content, list):
         raise ValueError("it is no list")
-    return [target for group in content for target in _checked_group(group, run)]
+    targets = (target for group in content for target in _checked_group(group, run))
+    checked = list(islice(targets, MAX_ADDRESSES + 1))
+    if len(checked) > MAX_ADDRESSES:
+        raise ValueError(f"it lists more than {MAX_ADDRESSES} addresses")
+    return checked
 
 
-def _checked_group(group: object, run: str) -> Iterable[Target]:
+def _checked_group(group: object, run: str) -> Iterator[Target]:
     if not isinstance(group, dict) or not {"targets", "labels"} <= group.keys():
         raise ValueError("an element has no `targets` and `labels`")
     addresses, labels = group["targets"], group["labels"]
@@ -296,7 +302,7 @@ def _checked_group(group: object, run: str) -> Iterable[Target]:
     for address in addresses:
         if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
             raise ValueError(f"{address!r:.80} is no HOST:PORT")
-    return [{"targets": [address], "labels": known} for address in addresses]
+        yield {"targets": [address], "labels": known}
 
 
 def _refuse_foreign_run(labels: Mapping[str, str], run: str) -> None:

@@ -64,7 +64,7 @@ def record_worker_exits(receiver: RunFolderReceiver) -> Iterator[None]:
         result = original(agent, worker_group)
         if result.failures:
             pids, ended = worker_pids(worker_group), ended_ranks(worker_group, running)
-            note(receiver.runs(), pids, result.failures, ended)
+            note(receiver.runs(), pids, result.failures, ended, receiver.named())
         return result
 
     def stopped(agent: Any, worker_group: Any) -> None:
@@ -117,6 +117,7 @@ def write_notes(
     pids: Mapping[int, int],
     failures: Mapping[int, Any],
     ended: Sequence[int] = (),
+    named: Sequence[Path] = (),
 ) -> None:
     """Write a note on each worker that has left its liveness file, and print who failed first.
 
@@ -125,10 +126,12 @@ def write_notes(
         pids: Process ids of all workers by rank.
         failures: torch's ProcessFailure by rank, the first to exit first among those of a second.
         ended: The ranks that had exited with code 0 before.
+        named: The run folders that the ranks have named. If there are none, each run folder is
+            searched for the note on the error.
     """
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     noted = [
-        _call_with_limit(each, partial(_write_exit_notes, each, pids, failures, first))
+        _call_with_limit(each, partial(_write_exit_notes, each, pids, failures, first, named))
         for each in runs
     ]
     line = next((each[0] for each in noted if each is not None and each[0] is not None), None)
@@ -188,7 +191,11 @@ def is_answering(folder: Path) -> bool:
 
 
 def _write_exit_notes(
-    runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any], first: int
+    runs: Path,
+    pids: Mapping[int, int],
+    failures: Mapping[int, Any],
+    first: int,
+    named: Sequence[Path],
 ) -> tuple[str | None, OSError | None]:
     """Write the notes after the rank `first` had exited.
 
@@ -205,7 +212,8 @@ def _write_exit_notes(
         except OSError as unwritten:  # as on a full disk
             error = unwritten
     if first not in notes:
-        text = error_note(runs, first, pids[first], time.time() - ERROR_SECONDS)
+        own = [folder for folder in named if folder.parent == runs] if named else runs.glob("*")
+        text = error_note(own, first, pids[first], time.time() - ERROR_SECONDS)
         how = how_exited(failures[first].exitcode)
         return (f"rank {first} {FIRST_TO_FAIL}, {how}: it {text}" if text else None), error
     folder, process = left[first, pids[first]]

@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
+from ...metrics.atomic_file import atomic_write
 from .liveness_file import ProcessMarker
+from .own_files import read_own_file
 
 FOLDER = "exits"
 # A liveness file that was reported is moved into the folder. Its new name has this ending.
@@ -59,36 +62,42 @@ def write_exit_note(folder: Path, process: ProcessMarker, author: str, note: Exi
     """
     (folder / FOLDER).mkdir(exist_ok=True)
     path = folder / FOLDER / f"{_prefix(process)}{author}{_SUFFIX}"
-    path.touch(mode=0o600)  # the text of an error may hold anything
-    path.write_text(json.dumps(asdict(note)) + "\n")
+    # The text of an error may hold anything.
+    atomic_write(path, json.dumps(asdict(note)) + "\n", mode=0o600)
 
 
 def read_exit_notes(folder: Path, process: ProcessMarker) -> Sequence[ExitNote]:
-    """Return the readable notes on a process, by author."""
+    """Return the readable notes of this user on a process, by author."""
     notes = []
     for path in sorted((folder / FOLDER).glob(f"{_prefix(process)}*{_SUFFIX}")):
         try:
-            notes.append(ExitNote(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError):  # incomplete, or written by another version
+            notes.append(ExitNote(**json.loads(read_own_file(path))))
+        except (OSError, ValueError, TypeError, RecursionError):  # incomplete, or another version's
             continue
     return notes
 
 
-def error_note(runs: Path, rank: int, pid: int, since_unix_seconds: float) -> str | None:
+def error_note(
+    folders: Iterable[Path], rank: int, pid: int, since_unix_seconds: float
+) -> str | None:
     """Return the text of the note on the error that ended a process; None without one.
 
+    Notes that cannot be read, and those of other users, are skipped.
+
     Args:
-        runs: The folder that contains all run folders.
+        folders: The run folders of the process's job. Processes of other jobs in containers may
+            have the same rank and id.
         rank: The rank of the process.
         pid: The id of the process, which an earlier process may have had.
         since_unix_seconds: Earlier notes are of such a process.
-
-    Raises:
-        OSError: A note cannot be read.
     """
-    for path in runs.glob(f"*/{FOLDER}/rank-{rank}-{pid}-*-{ERROR_AUTHOR}{_SUFFIX}"):
-        if path.stat().st_mtime >= since_unix_seconds:
-            return str(json.loads(path.read_text())["text"])
+    pattern = f"{FOLDER}/rank-{rank}-{pid}-*-{ERROR_AUTHOR}{_SUFFIX}"
+    for path in chain.from_iterable(folder.glob(pattern) for folder in folders):
+        try:
+            if path.stat().st_mtime >= since_unix_seconds:
+                return str(json.loads(read_own_file(path))["text"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
     return None
 
 

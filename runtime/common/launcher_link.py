@@ -84,8 +84,12 @@ class RunFolderReceiver:
 
         Until a rank has named its run folder, that by the settings of this process is known.
         """
-        named = [Path(folder).parent for folder in reversed(_folders(self._path))]
+        named = [folder.parent for folder in self.named()]
         return list(dict.fromkeys([*named, self._runs]))
+
+    def named(self) -> list[Path]:
+        """Return the run folders that ranks of this node have named, the latest one first."""
+        return [Path(folder) for folder in reversed(_folders(self._path))]
 
 
 @contextlib.contextmanager

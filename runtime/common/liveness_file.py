@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .cgroups import cgroup_folders
+from .own_files import read_own_file
 
 logger = logging.getLogger(__name__)
 
@@ -164,11 +165,14 @@ def current_process(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | 
 
 
 def read_marker(path: Path) -> ProcessMarker | None:
-    """Read a liveness file. Return None if it is gone, incomplete, or of another version."""
+    """Read a liveness file.
+
+    Return None if it is gone, incomplete, of another version, or of another user.
+    """
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_own_file(path))
         return ProcessMarker(**{**fields, "kills": OomKillCounts(**fields["kills"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

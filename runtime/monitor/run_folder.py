@@ -17,6 +17,7 @@ from ...metrics.file_lock import LOCK_FILE
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.launcher_link import send_run_folder
+from ..common.own_files import is_foreign_folder
 from ..common.process_info import (
     ProcessInfo,
     launcher_identity,
@@ -320,7 +321,10 @@ class RunFolder:
         if self._launcher is None:
             return
         for candidate in _numbered(run_id):
-            if (self._runs / candidate / LAUNCHERS_FOLDER / self._launcher).exists():
+            folder = self._runs / candidate
+            # Unlike a method of Path, this returns False if the folder cannot be read.
+            is_signed = os.path.exists(folder / LAUNCHERS_FOLDER / self._launcher)
+            if is_signed and not is_foreign_folder(folder):
                 yield candidate
 
     def _sign(self, folder: Path) -> None:
@@ -333,10 +337,12 @@ class RunFolder:
                 self._is_signed = True
 
     def _lock_folder(self, folder: Path) -> bool:
-        """Lock the folder if possible. Return False if a live run has locked it."""
+        """Lock the folder if possible. Return False if a live run or another user has it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = open_to_append(folder / LOCK_FILE)
+        except PermissionError:
+            return not is_foreign_folder(folder)
         except OSError:  # the log will report the error
             return True
         if not lock(descriptor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.host_group import HostGroup
+from ..common.own_files import is_foreign_folder
 from ..trainer.data.training_data import TrainingData
 from ..trainer.engine_holder import EngineHolder
 from ..trainer.window.step_result import StepResult
@@ -322,8 +324,16 @@ def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFil
 def _history_folder(settings: Settings) -> Path | None:
     if settings.tuner.history_dir is not None:
         return settings.tuner.history_dir
-    run_log = settings.run_log
-    return run_log.folder / ".tuner" if run_log.enabled else None
+    if not settings.run_log.enabled:
+        return None
+    folder = settings.run_log.folder / ".tuner"
+    # Several users may have runs in the same folder.
+    own = folder.with_name(f".tuner-{os.geteuid()}")
+    for each in (folder, own):
+        if not is_foreign_folder(each):
+            return each
+    logger.warning("%s is another user's: the tuner has no history; set tuner.history_dir", own)
+    return None
 
 
 def create_tuner_session(

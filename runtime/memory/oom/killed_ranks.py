@@ -159,7 +159,7 @@ def detect_killed_ranks(
 
     Args:
         runs: The folder that contains all run folders.
-        host: The name of this machine. Each host reports its own ranks only.
+        host: The name of this machine. Each user of a host reports their own ranks only.
         before_unix_seconds: When the current process began to monitor. A restarted rank appends to
             the step log of the rank that exited, so later records belong to the restarted rank.
         root: The root of the file system. Tests set another root.
@@ -353,7 +353,7 @@ def _markers(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
 
 
 def workers_of_host(runs: Path, host: str) -> Mapping[tuple[int, int], tuple[Path, ProcessMarker]]:
-    """Return the newest runs' liveness files whose process ids are valid here.
+    """Return the newest runs' liveness files of this user whose process ids are valid here.
 
     Returns:
         Run folder and marker of each process, by rank and process id. Of several markers with the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import socket
@@ -32,6 +33,8 @@ RENEWAL_SECONDS = 30.0
 # run that reads it skips the trial.
 KEPT_SECONDS = 3600.0
 TRIAL_SUFFIX = ".trial.json"  # ends the name of the file with the changes that a process is trying
+
+_run_numbers = itertools.count()
 
 T = TypeVar("T")
 
@@ -66,23 +69,48 @@ def job_fingerprint(facts: Mapping[str, object]) -> str:
 
 
 class HostProcesses:
-    """Names the processes that may run a job, each by its host and process id.
+    """Names the runs of a job, each by its host, process and number in the process.
 
     Attributes:
-        own_name: Name of this process, valid as a part of a file's name.
+        own_name: Name of this run, valid as a part of a file's name. No other run has this name: a
+            process id is used again, above all in containers, but not with the same start.
     """
 
-    def __init__(self) -> None:
-        self._host = socket.gethostname()
-        self.own_name = f"{self._host}-{os.getpid()}"
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._host, self._root = socket.gethostname(), root
+        start = ""
+        with suppress(OSError):  # there is no /proc
+            start = self._start_ticks(str(os.getpid()))
+        self.own_name = f"{self._host}-{os.getpid()}.{start}.{next(_run_numbers)}"
 
     def has_ended(self, name: str) -> bool | None:
-        """Whether a process has ended; None if unknown.
+        """Whether another run has ended; None if unknown. An earlier run of this process has.
 
         A process on another host may be a job of the same sweep, or the container before a restart.
         """
-        host, _, pid = name.rpartition("-")
-        return None if host != self._host else not Path("/proc", pid).exists()
+        host, _, process = name.rpartition("-")
+        if host != self._host:
+            return None
+        pid, _, start_and_number = process.partition(".")
+        if pid == str(os.getpid()):
+            return name != self.own_name
+        try:
+            return self._start_ticks(pid) != start_and_number.partition(".")[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:  # another user's process, whose start may be hidden
+            return None
+
+    def _start_ticks(self, pid: str) -> str:
+        """Return when a process started, or "" if it has exited and its parent has not waited.
+
+        Raises:
+            OSError: There is no such process, or its start cannot be read.
+        """
+        text = (self._root / "proc" / pid / "stat").read_text(errors="replace")
+        # Fields 3 and 22 of proc_pid_stat(5). Field 2 may contain any characters.
+        after_name = text.rpartition(")")[2].split()
+        return "" if after_name[0] in "ZX" else after_name[19]
 
 
 @dataclass(slots=True)
@@ -90,7 +118,7 @@ class _OtherTrial:
     """Trial of another process that may not have ended.
 
     Attributes:
-        owner: Name of the process.
+        owner: Name of the run.
         changes: The changes on trial.
         first_at: When the process had renewed the file as the file was first read.
         renewed_at: When the process had renewed the file at the last check.
@@ -110,7 +138,7 @@ class HistoryFile:
     Args:
         folder: Folder of the files; None for no history.
         key: Fingerprint of the job.
-        processes: Names this process, and finds processes that have ended.
+        processes: Names this run, and finds runs that have ended.
     """
 
     def __init__(
@@ -120,6 +148,7 @@ class HistoryFile:
         self._processes = processes or HostProcesses()
         self._owner = self._processes.own_name
         self._renewal_due = 0.0
+        self._is_unwritable = False
         self._on_trial: Configuration = {}
         self._others: dict[Path, _OtherTrial] = {}
         self._suspected: Sequence[Configuration] = ()
@@ -138,13 +167,13 @@ class HistoryFile:
         paths = () if self._folder is None else self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}")
         for path in paths:
             owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
-            is_own, has_ended = owner == self._owner, self._processes.has_ended(owner)
+            has_ended = self._processes.has_ended(owner)
             changes, renewed_at = self._read(path.name, _parse_trial), _renewed_at(path)
             is_old = renewed_at is not None and time.time() - renewed_at > KEPT_SECONDS
-            if is_own or has_ended or (has_ended is None and is_old):
+            if has_ended or (has_ended is None and is_old):
                 if changes:
                     crashed.append(changes)
-                if is_own or is_old or not changes:
+                if is_old or not changes:
                     with suppress(OSError):
                         path.unlink()
             elif changes and renewed_at is not None:
@@ -218,8 +247,11 @@ class HistoryFile:
         path = self._folder / name
         try:
             atomic_write(path, text)
+            self._is_unwritable = False
         except OSError as error:
-            logger.warning("cannot write the tuner's history %s: %s", path, error)
+            if not self._is_unwritable:
+                logger.warning("cannot write the tuner's history %s: %s", path, error)
+            self._is_unwritable = True
 
     def _read(self, name: str, parse: Callable[[Any], T]) -> T | None:
         """Return the parsed content of a file; None if it is missing or damaged."""

@@ -18,6 +18,7 @@ from fakes.locked_file import locked_by_another_process
 from zerowatch.dashboards.stack import run_targets
 from zerowatch.dashboards.stack.run_targets import (
     FORGET_SECONDS,
+    MAX_ADDRESSES,
     MAX_FILE_BYTES,
     WITHDRAWN_SECONDS,
     RunTargets,
@@ -88,6 +89,10 @@ def test_simultaneous_runs_are_both_listed(tmp_path: Path) -> None:
         ('[{"targets": ["a:1"], "labels": {"run": "one"}}]', "its label run is 'one'"),
         ('[{"targets": ["a:1"], "labels": {"__param_run": "one"}}]', "__param_run is 'one'"),
         (" " * (MAX_FILE_BYTES + 1), "bytes, more than"),
+        (
+            json.dumps([{"targets": ["a:1"] * (MAX_ADDRESSES // 2 + 1), "labels": {}}] * 2),
+            "it lists more than",
+        ),
     ],
 )
 def test_a_file_that_no_run_of_that_name_writes_is_ignored_and_logged(

@@ -93,3 +93,20 @@ def test_the_error_that_the_first_rank_has_noted_is_printed(
         "zerowatch: rank 0 was the first rank of this host to fail, with code 1: "
         "it ended after rank 1 had failed with KeyError"
     )
+
+
+@pytest.mark.parametrize("own", ["a", "b", "c"])
+def test_the_error_of_another_job_is_not_printed_if_the_ranks_have_named_their_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own: str
+) -> None:
+    """Ranks in containers that share a folder have the same numbers and small process ids."""
+    for run in ("a", "b", "c"):
+        (tmp_path / run / "exits").mkdir(parents=True)
+        note = f'{{"text": "failed in {run}", "may_be_oom_kill": false}}'
+        (tmp_path / run / "exits/rank-0-17-7-error.note.json").write_text(note)
+    named = [tmp_path / "elsewhere" / "a", tmp_path / own]
+
+    write_notes([tmp_path], {0: 17}, failures(rank_0=(1, 7.0)), named=named)
+
+    [printed] = capsys.readouterr().err.splitlines()
+    assert printed.endswith(f"it failed in {own}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
+from fakes.foreign_files import give_away
 
 from zerowatch.runtime.common.exit_notes import (
     ExitNote,
+    error_note,
     read_exit_notes,
     unreported_notes,
     write_exit_note,
@@ -54,6 +57,42 @@ def test_a_note_replaces_the_last_one_of_its_author(tmp_path: Path) -> None:
         write_exit_note(tmp_path, process(3), "hang", note)
 
     assert read_exit_notes(tmp_path, process(3)) == [KILL]
+
+
+def test_a_note_replaces_a_link_and_only_its_user_can_read_it(tmp_path: Path) -> None:
+    precious, path = tmp_path / "train.py", tmp_path / "exits" / "rank-3-77-5-launcher.note.json"
+    precious.write_text("precious")
+    path.parent.mkdir()
+    path.symlink_to(precious)
+
+    write_exit_note(tmp_path, process(3), "launcher", KILL)
+
+    assert precious.read_text() == "precious"
+    assert path.lstat().st_mode == stat.S_IFREG | 0o600
+    assert read_exit_notes(tmp_path, process(3)) == [KILL]
+
+
+@pytest.mark.parametrize("other", ["foreign", "unreadable", "damaged"])
+def test_an_error_note_of_another_user_or_that_cannot_be_read_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        write_exit_note(
+            folder, process(3), "error", ExitNote(text=folder.name, may_be_oom_kill=False)
+        )
+    note = folders[0] / "exits" / "rank-3-77-5-error.note.json"
+    if other == "foreign":
+        give_away(monkeypatch, note)
+    elif other == "unreadable":
+        note.unlink()
+        note.symlink_to(note)
+    else:
+        note.write_text('{"text"')
+
+    assert error_note(folders, 3, 77, 0.0) == "two"
+    assert error_note(folders[:1], 3, 77, 0.0) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"text": "x"}', '{"text": "x", "more": 1}'])

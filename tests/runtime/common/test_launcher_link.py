@@ -67,10 +67,11 @@ def test_folders_of_run_folders_are_those_that_ranks_named_then_that_of_the_sett
         before = receiver.runs()
         for folder in ("runs/one", "other/two", "other/three"):
             send_run_folder(tmp_path / folder, rank=0)
-        runs = receiver.runs()
+        runs, named = receiver.runs(), receiver.named()
 
     assert before == [tmp_path / "runs"]
     assert runs == [tmp_path / "other", tmp_path / "runs"]
+    assert named == [tmp_path / each for each in ("other/three", "other/two", "runs/one")]
 
 
 def test_a_launcher_within_a_launcher_gives_the_outer_one_its_variable_back() -> None:

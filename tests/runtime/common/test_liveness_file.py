@@ -126,7 +126,9 @@ def test_a_marker_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", json.dumps(asdict(MARKER) | {"kills": {"gpu": 1}})]
+    "text",
+    ["", "{", "[]", "{}", "[" * 60_000, json.dumps(asdict(MARKER) | {"kills": {"gpu": 1}})],
+    ids=["empty", "half", "list", "no fields", "nested", "other version"],
 )
 def test_an_incomplete_marker_or_one_of_another_version_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)

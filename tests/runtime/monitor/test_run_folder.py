@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fakes.foreign_files import forbid_to_write
 from fakes.locked_file import locked_by_another_process
 from fakes.raw_steps import raw_step
 from fakes.steps import step as record
@@ -173,6 +175,40 @@ def test_a_restart_takes_the_folder_of_its_own_job(tmp_path: Path, launched, cap
     assert (begun, while_other_lives, after_its_end) == (f"{RUN_ID}-2",) * 3
     assert first_again == f"{RUN_ID}-3"  # it had not begun to log
     assert len(caplog.records) == 2
+
+
+def test_an_id_whose_folder_is_another_users_gets_a_number_that_a_restart_finds(
+    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    launched("first")
+    claimed(tmp_path)  # the name of the other user's launcher does not matter
+    forbid_to_write(monkeypatch, tmp_path / RUN_ID)
+    original = run_folder_module.open_to_append
+
+    def refuse(path: Path) -> int:
+        if path.parent == tmp_path / RUN_ID:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(run_folder_module, "open_to_append", refuse)
+    begun = claimed(tmp_path)
+    restarted = claimed(tmp_path, attempt=1)
+
+    assert (begun, restarted) == (f"{RUN_ID}-2",) * 2
+    [warning] = caplog.records
+    assert f"{RUN_ID}-2" in warning.getMessage()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+def test_a_run_keeps_its_id_if_its_own_folder_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(path: Path) -> int:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(run_folder_module, "open_to_append", refuse)
+
+    assert claimed(tmp_path) == RUN_ID
 
 
 def test_a_second_node_of_a_job_finds_its_folder_as_rank_zero_of_a_restart(

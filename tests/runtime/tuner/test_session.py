@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.foreign_files import forbid_to_write
 from fakes.rank_threads import on_ranks
 
+from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.tuner import session
 from zerowatch.runtime.tuner.policy.policy_types import Numerics
@@ -140,3 +144,46 @@ def test_the_time_of_a_step_is_without_the_generation_before_it(
 
     assert steps[1].usable == is_requested
     assert steps[1].seconds == pytest.approx(2.0)
+
+
+def history_of_a_job(runs: Path, **tuner: Any) -> Any:
+    module = SimpleNamespace(named_parameters=list)
+    device = SimpleNamespace(type="cpu")
+    engine = SimpleNamespace(module=module, basic_optimizer=None, device=device)
+    return session.open_history(engine, Settings(run_log={"folder": runs}, tuner=tuner), 1)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "folder"),
+    [([], ".tuner"), ([".tuner"], ".tuner-{uid}"), ([".tuner", ".tuner-{uid}"], None)],
+)
+def test_the_history_is_in_a_folder_of_this_user(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    foreign: list[str],
+    folder: str | None,
+) -> None:
+    folders = [tmp_path / name.format(uid=os.geteuid()) for name in foreign]
+    for each in folders:
+        each.mkdir()
+    forbid_to_write(monkeypatch, *folders)
+
+    history_of_a_job(tmp_path).save_trial({"zero_stage": 1})
+    loaded = history_of_a_job(tmp_path).load_crashed_trials()
+
+    assert loaded == ([] if folder is None else [{"zero_stage": 1}])
+    assert [path.parent.name for path in tmp_path.glob("*/*")] == (
+        [] if folder is None else [folder.format(uid=os.geteuid())]
+    )
+    assert len(caplog.messages) == (2 if folder is None else 0)  # one of each history
+
+
+def test_the_folder_of_the_history_can_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_to_write(monkeypatch, tmp_path / "team")
+
+    history_of_a_job(tmp_path, history_dir=tmp_path / "team").save_trial({"zero_stage": 1})
+
+    assert len(list((tmp_path / "team").iterdir())) == 1

@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 from fakes.clock import set_clock
+from fakes.foreign_files import give_away
 from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
@@ -50,6 +52,7 @@ from zerowatch.runtime.memory.oom.killed_ranks import (
     classify_exit,
     detect_killed_ranks,
     read_last_records,
+    workers_of_host,
 )
 
 MIB = 2**20
@@ -733,12 +736,16 @@ def test_ranks_that_were_killed_after_the_loss_of_a_node_were_not_out_of_memory(
 @pytest.fixture
 def hanging_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of runs whose readers wait, as one on a host that is lost."""
+    answered = threading.Event()
+
+    def wait(runs: Path, host: str) -> dict[Any, Any]:
+        answered.wait()
+        return {}
+
     monkeypatch.setattr(launcher_notes, "NOTES_SECONDS", 0.1)
-    (tmp_path / "one").mkdir()
-    marker = tmp_path / "one" / "rank-0.alive.json"
-    os.mkfifo(marker)
+    monkeypatch.setattr(launcher_notes, "workers_of_host", wait)
     yield tmp_path
-    os.close(os.open(marker, os.O_RDWR))  # its readers go on
+    answered.set()  # its readers go on
 
 
 def test_the_launcher_does_not_wait_for_a_run_folder_that_hangs(
@@ -775,6 +782,45 @@ def test_the_launcher_notes_nothing_on_processes_of_others_with_the_same_id(tmp_
 
     assert len(read_exit_notes(tmp_path / "own", own)) == 1
     assert [folder.parent.name for folder in tmp_path.glob("*/exits")] == ["own"]
+
+
+def test_the_launcher_notes_nothing_in_a_run_folder_with_a_file_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = process(host=socket.gethostname())
+    leave_markers(tmp_path / "own", own)
+    leave_markers(tmp_path / "evil", replace(own, started_at_unix_seconds=2000.0))
+    give_away(monkeypatch, tmp_path / "evil" / "rank-0.alive.json")
+
+    write_notes([tmp_path], {0: own.pid}, failures({0: -signal.SIGKILL}))
+
+    assert workers_of_host(tmp_path, own.host) == {(0, own.pid): (tmp_path / "own", own)}
+    assert [folder.parent.name for folder in tmp_path.glob("*/exits")] == ["own"]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "nested", "foreign"])
+def test_a_file_that_no_rank_of_this_user_has_left_does_not_disturb_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    evil = tmp_path / "evil" / "rank-0.alive.json"
+    evil.parent.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(evil)
+    elif kind == "device":
+        evil.symlink_to("/dev/zero")
+    elif kind == "nested":
+        evil.write_text("[" * 60_000)
+    else:
+        leave_markers(evil.parent, process())
+        give_away(monkeypatch, evil)
+
+    alone = detect_killed_ranks(tmp_path, HOST)
+    leave_markers(tmp_path / "one", process())
+    (killed,) = detect_killed_ranks(tmp_path, HOST)
+
+    assert alone == []
+    assert killed.folder == tmp_path / "one"
+    assert os.path.lexists(evil)
 
 
 def failures(exits: dict[int, int]) -> dict[int, SimpleNamespace]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -261,19 +263,84 @@ def test_a_renewal_writes_a_deleted_record_again_but_none_after_the_trial(tmp_pa
     assert not file.exists()
 
 
-def test_a_trial_of_an_ended_process_of_this_host_has_crashed_at_once(tmp_path, monkeypatch):
-    trial, next_run = (on_host("node-a", tmp_path, monkeypatch) for _ in range(2))
-    trial.save_trial({"zero_stage": 1})
-    (file,) = tmp_path.iterdir()
-    file.rename(tmp_path / "job.node-a-9999999.trial.json")  # more than the largest process id
+class Node:
+    """A host with one running process id, which is used again."""
 
-    assert next_run.load_crashed_trials() == [{"zero_stage": 1}]
+    def __init__(self, root, folder):
+        self._root, self.folder, self.pid = root, folder, os.getpid()
+
+    def start(self, start_ticks, state="S"):
+        """Start a process under the same id as the one before."""
+        stat = self._root / "proc" / str(self.pid) / "stat"
+        stat.parent.mkdir(parents=True, exist_ok=True)
+        fields = [state, *"0" * 18, str(start_ticks), "0"]
+        stat.write_text(f"{self.pid} (a) b) {' '.join(fields)}\n")
+
+    def run(self):
+        """Return the history of a run in the process, which the process then loads."""
+        return HistoryFile(self.folder, "job", HostProcesses(self._root))
 
 
-def test_an_earlier_process_of_the_same_name_has_crashed(tmp_path):
-    history(tmp_path).save_trial({"zero_stage": 1})
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path / "root", tmp_path / "tuner")
 
-    assert history(tmp_path).load_crashed_trials() == [{"zero_stage": 1}]
+
+def test_a_trial_of_an_earlier_process_with_the_same_id_is_loaded_by_each_run(node):
+    for start_ticks in (100, 200):
+        node.start(start_ticks)
+        run = node.run()
+        run.load_crashed_trials()
+        run.save_trial({"zero_stage": start_ticks})
+
+    for start_ticks in (300, 400):
+        node.start(start_ticks)
+        loaded = node.run().load_crashed_trials()
+        assert sorted(each["zero_stage"] for each in loaded) == [100, 200]
+
+
+def test_a_trial_of_an_earlier_run_of_this_process_is_loaded_by_each_run(node):
+    node.start(100)
+    node.run().save_trial({"zero_stage": 1})
+
+    for _ in range(2):
+        run = node.run()
+        assert run.load_crashed_trials() == [{"zero_stage": 1}]
+        run.save_trial({"zero_stage": 2})
+        run.save_trial({})
+
+
+@pytest.mark.parametrize(
+    ("start_ticks", "state", "has_crashed"), [(200, "S", True), (100, "Z", True), (100, "S", False)]
+)
+def test_a_trial_of_a_process_of_this_host_has_crashed_if_its_id_belongs_to_no_or_another_process(
+    node, monkeypatch, start_ticks, state, has_crashed
+):
+    node.start(100)
+    node.run().save_trial({"zero_stage": 1})
+    monkeypatch.setattr("os.getpid", lambda: node.pid + 1)
+    reader = node.run()
+
+    node.start(start_ticks, state)
+
+    assert reader.load_crashed_trials() == [{"zero_stage": 1}] * has_crashed
+
+
+def test_a_trial_of_a_process_that_has_exited_has_crashed_at_once(tmp_path):
+    program = (
+        "import pathlib, sys\n"
+        "from zerowatch.runtime.tuner.policy.history_file import HistoryFile\n"
+        "HistoryFile(pathlib.Path(sys.argv[1]), 'job').save_trial({'zero_stage': 1})\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        assert HistoryFile(tmp_path, "job").load_crashed_trials() == []
+
+    assert HistoryFile(tmp_path, "job").load_crashed_trials() == [{"zero_stage": 1}]
 
 
 def test_a_finished_trial_leaves_no_file(tmp_path):
@@ -325,3 +392,17 @@ def test_without_a_folder_nothing_is_saved(tmp_path, monkeypatch):
     assert list(nowhere.load_crashed_trials()) == []
     assert list(nowhere.suspected_trials()) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_logged_once_until_it_is_written(tmp_path, caplog):
+    (tmp_path / "tuner").touch()  # where the folder should be
+    run = history(tmp_path / "tuner")
+
+    for stage in (1, 2):
+        run.save_trial({"zero_stage": stage})
+    while_unwritable = len(caplog.messages)
+    (tmp_path / "tuner").unlink()
+    run.save_trial({"zero_stage": 3})
+
+    assert while_unwritable == 1
+    assert load_after_crash(tmp_path / "tuner") == [{"zero_stage": 3}]
