@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from .errors import ZerowatchError
+from .errors import CommandLineError, ZerowatchError
 
 # Options that the deepspeed launcher and torch.distributed.launch put after a module's name.
 _LAUNCHER_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
@@ -17,6 +17,8 @@ _LAUNCHER_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
 _NoArguments: type[click.UsageError] | tuple[()] = getattr(
     click.exceptions, "NoArgsIsHelpError", ()
 )
+# Modules that commands need and an environment may lack, and the package that brings each.
+_NEEDED = {"torch": "torch", "deepspeed": "deepspeed", "hjson": "deepspeed"}
 # The module of each command; it is imported when the command is used or listed.
 _MODULES = {
     "run": ".runtime.cli.main",
@@ -72,6 +74,11 @@ def main() -> None:
         sys.exit(2)
     except (ZerowatchError, click.UsageError) as error:
         _exit_with(error)
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        advice = f"pip install {_NEEDED[error.name]}"
+        _exit_with(CommandLineError(f"{error.name} is missing, which this command needs; {advice}"))
     except click.Abort:
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)

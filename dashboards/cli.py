@@ -79,7 +79,14 @@ def build(
     if not check:
         given = {"grafana": grafana and grafana.rstrip("/"), "runbook": runbook}
         links = Links(**{name: url for name, url in given.items() if url})
-        _print_lines([f"{len(build_files(out, links, thresholds))} files in {out}"])
+        try:
+            files = build_files(out, links, thresholds)
+        except OSError as error:
+            raise CommandLineError(
+                f"dashboards build: cannot write {error.filename or out}: {error.strerror}; choose "
+                "another folder by --out"
+            ) from None
+        _print_lines([f"{len(files)} files in {out}"])
         return
     faults = stale(out)
     if faults:

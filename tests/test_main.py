@@ -54,6 +54,18 @@ def test_a_usage_error_is_one_line_that_names_the_help(
         (3, 3, ""),
         (CommandLineError("no such run"), 2, "zerowatch: no such run\n"),
         (click.Abort(), 130, ""),
+        *(
+            (
+                ModuleNotFoundError(f"No module named {name!r}", name=name),
+                2,
+                f"zerowatch: {name} is missing, which this command needs; pip install {package}\n",
+            )
+            for name, package in (
+                ("torch", "torch"),
+                ("deepspeed", "deepspeed"),
+                ("hjson", "deepspeed"),
+            )
+        ),
     ],
 )
 def test_the_exit_code_is_that_of_the_command_or_of_its_error(
@@ -72,6 +84,16 @@ def test_the_exit_code_is_that_of_the_command_or_of_its_error(
 
     assert ended(monkeypatch) == code
     assert capsys.readouterr().err == said
+
+
+def test_a_missing_module_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(**options: object) -> None:
+        raise ModuleNotFoundError("No module named 'torchx'", name="torchx")
+
+    monkeypatch.setattr(__main__, "commands", command)
+
+    with pytest.raises(ModuleNotFoundError):
+        __main__.main()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,9 @@ _PORTS = (
 )
 # The files and folders of the checkout that compose.yaml mounts.
 _MOUNTED = re.compile(r"^ +- \./([^:]+):.*:ro$", re.MULTILINE)
+# The variable of compose.yaml that is a label of the services. Compose replaces a container whose
+# label has changed, but does not look into mounted files.
+_DIGEST = "MOUNTED_FILES"
 NATIVE = "`zerowatch stack up --native` needs prometheus and alertmanager instead of it"
 OURS = f"label=com.docker.compose.project={PROJECT}"
 SERVICE_FORMAT = '{{.Label "com.docker.compose.service"}}'
@@ -58,18 +63,19 @@ def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
             service could not read its files, or compose fails.
     """
     compose = _compose(gpu=gpu)
-    if with_trainer:
+    settings = port_settings()
+    has_image = bool(settings.get("TRAINER_IMAGE", "").strip())
+    if with_trainer and not has_image:
         _refuse_without_checkout(ROOT)
     _refuse_unreadable(ROOT)
-    settings = port_settings()
     ports = [chosen(port, settings) for port in _PORTS]
     if with_trainer:
         ports.append(chosen(stack_ports.TRAINER, settings))
     refuse_taken(ports, running=_running())
     what = [*SERVICES, *(GPU_SERVICES if gpu else ())]
     if with_trainer:  # a given image is taken as it is
-        what = [] if settings.get("TRAINER_IMAGE", "").strip() else ["--build"]
-    _run([*compose, "up", "--detach", *what])
+        what = [] if has_image else ["--build"]
+    _run([*compose, "up", "--detach", *what], {_DIGEST: _digest(ROOT)})
     return _banner(compose)
 
 
@@ -166,8 +172,9 @@ def _refuse_without_checkout(root: Path) -> None:
     if not (root / "pyproject.toml").is_file():
         raise CommandLineError(
             "stack: zerowatch is installed without its sources, so the demo's image cannot be "
-            "built; start the rest by `zerowatch stack up --without-trainer` and watch a job of "
-            f"your own ({ROOT / 'docker' / 'prometheus' / 'prometheus.yml'} says how), or run this "
+            "built; set TRAINER_IMAGE to an image that is, or start the rest by `zerowatch stack "
+            "up --without-trainer` and watch a job of your own "
+            f"({ROOT / 'docker' / 'prometheus' / 'prometheus.yml'} says how), or run this "
             "in a checkout"
         )
 
@@ -179,14 +186,30 @@ def _refuse_unreadable(root: Path) -> None:
     """
     if sys.platform != "linux":
         return
-    for mounted in _MOUNTED.findall((root / "compose.yaml").read_text()):
-        for path in (root / mounted, *(root / mounted).rglob("*")):
-            needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
-            if path.stat().st_mode & needed != needed:
-                raise CommandLineError(
-                    f"stack: the services run as other users, who may not read {path}; run: "
-                    f"chmod -R o+rX {root / 'docker'} {root / 'dashboards'}"
-                )
+    for path in _mounted(root):
+        needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
+        if path.stat().st_mode & needed != needed:
+            raise CommandLineError(
+                f"stack: the services run as other users, who may not read {path}; run: "
+                f"chmod -R o+rX {root / 'docker'} {root / 'dashboards'}"
+            )
+
+
+def _digest(root: Path) -> str:
+    """Return a hash of the mounted files and their names, which an upgrade changes."""
+    digest = hashlib.sha256()
+    for path in _mounted(root):
+        if path.is_file():
+            digest.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _mounted(root: Path) -> Iterator[Path]:
+    """Yield the files and folders that compose.yaml mounts, and all that the folders contain."""
+    for name in _MOUNTED.findall((root / "compose.yaml").read_text()):
+        yield root / name
+        yield from sorted((root / name).rglob("*"))
 
 
 def _running() -> list[str]:
@@ -213,9 +236,9 @@ def _docker(*arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Run a command whose output goes to the terminal; raise an error if it fails."""
-    code = subprocess.run(command).returncode
+    code = subprocess.run(command, env=os.environ | (variables or {})).returncode
     if code:
         raise CommandLineError(
             f"stack: `{_spelled(command)}` failed with exit code {code}; it says why above"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -151,6 +152,7 @@ class NativeStack:
         self._processes = NativeProcesses(self._folder)
         self._settings = port_settings() if settings is None else settings
         self._kept_ports = self._folder / "ports.json"
+        self._targets, self._rules = self._folder / "targets.json", self._folder / "rules"
         self._set_ports(self._ports_of_last_start() or self._settings)
 
     def _set_ports(self, settings: Mapping[str, str]) -> None:
@@ -169,11 +171,14 @@ class NativeStack:
     def up(self) -> list[str]:
         """Start the processes, wait until they answer, and return lines with their addresses.
 
+        A stack that is up is started again if an upgrade has changed what it reads.
+
         Raises:
             CommandLineError: A program is missing, a port is taken, or one does not start.
         """
         children = self._processes.known()
-        if children and all(process_of(child) for child in children):
+        is_up = bool(children) and all(process_of(child) for child in children)
+        if is_up and not self._is_outdated():
             return ["it is up already.", *self._banner()[1:]]
         self.down()
         self._set_ports(self._settings)
@@ -185,7 +190,8 @@ class NativeStack:
             self._processes.start(commands)
             self._wait_until_ready()
             undo.pop_all()
-        return self._banner()
+        restarted = ["restarted, because the version or its files have changed."] if is_up else []
+        return [*restarted, *self._banner()]
 
     def down(self) -> list[str]:
         """Stop the processes; their stored data stays. Safe to call twice."""
@@ -248,7 +254,8 @@ class NativeStack:
         Raises:
             CommandLineError: A program is missing.
         """
-        folder, module = self._folder, [sys.executable, "-m"]
+        # -P: a checkout in the working directory must not replace the installed package.
+        folder, module = self._folder, [sys.executable, "-P", "-m"]
         return {
             "prometheus": [
                 _program("prometheus"),
@@ -275,37 +282,64 @@ class NativeStack:
             ],
             "run-targets": [
                 *(*module, "zerowatch.dashboards.stack.run_targets"),
-                *("--runs", str(self._runs), "--to", str(folder / "targets.json")),
+                *("--runs", str(self._runs), "--to", str(self._targets)),
             ],
         }
 
     def _write_configuration(self) -> None:
+        files = self._configuration()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / ".gitignore").write_text("*\n")
+        kept = {port.variable: str(port.number) for port in self._ports}
+        self._kept_ports.write_text(json.dumps(kept) + "\n")
+        write_if_changed(self._targets, newest_targets(self._runs))
+        self._rules.mkdir(exist_ok=True)
+        for old in self._old_rules(files):
+            old.unlink()
+        for path, text in files.items():
+            path.write_text(text)
+
+    def _is_outdated(self) -> bool:
+        """Whether the processes read other files than a start would write now."""
+        files = self._configuration()
+        return bool(self._old_rules(files)) or any(
+            not path.is_file() or path.read_text() != text for path, text in files.items()
+        )
+
+    def _old_rules(self, files: Mapping[Path, str]) -> list[Path]:
+        """Return the files of rules that are not among the given ones."""
+        return sorted(set(self._rules.glob("*.yaml")) - files.keys())
+
+    def _configuration(self) -> dict[Path, str]:
+        """Return the text of each file that a start writes for the processes, by its path.
+
+        The version is among them, because the processes run code of it.
+
+        Raises:
+            CommandLineError: The files were not built.
+        """
         alertmanager = RENDERED / "alertmanager" / "alertmanager.yml"
         if not alertmanager.is_file():
             raise CommandLineError(
                 f"stack: {alertmanager} is missing; `zerowatch dashboards build` makes it"
             )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / ".gitignore").write_text("*\n")
-        kept = {port.variable: str(port.number) for port in self._ports}
-        self._kept_ports.write_text(json.dumps(kept) + "\n")
-        targets, rules = self._folder / "targets.json", self._folder / "rules"
-        write_if_changed(targets, newest_targets(self._runs))
-        rules.mkdir(exist_ok=True)
-        for file in (RENDERED / "prometheus").glob("*.yaml"):
-            (rules / file.name).write_text(file.read_text())
-        configuration = prometheus_configuration(
-            rules=rules,
-            targets=targets,
+        prometheus = prometheus_configuration(
+            rules=self._rules,
+            targets=self._targets,
             prometheus=_listen(self._prometheus),
             alertmanager=_listen(self._alertmanager),
             runbook=self._runbook_url,
         )
-        # JSON is valid YAML.
-        (self._folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2) + "\n")
-        (self._folder / "alertmanager.yml").write_text(
-            alertmanager.read_text().replace(COMPOSE_URL, f"{self._alert_log.url}/")
-        )
+        rules = (RENDERED / "prometheus").glob("*.yaml")
+        return {
+            **{self._rules / file.name: file.read_text() for file in rules},
+            # JSON is valid YAML.
+            self._folder / "prometheus.yml": json.dumps(prometheus, indent=2) + "\n",
+            self._folder / "alertmanager.yml": alertmanager.read_text().replace(
+                COMPOSE_URL, f"{self._alert_log.url}/"
+            ),
+            self._folder / "version": version("zerowatch") + "\n",
+        }
 
     def _wait_until_ready(self) -> None:
         pages = [f"{port.url}/-/ready" for port in (self._prometheus, self._alertmanager)]

@@ -35,13 +35,15 @@ def launch(arguments: Sequence[str]) -> int:
         The exit code of the first rank that failed (128 + n if signal n ended it), or 0.
 
     Raises:
-        CommandLineError: The script does not exist, or an option prevents monitoring.
+        CommandLineError: The script does not exist, an option prevents monitoring, or the ranks
+            would import another zerowatch.
         SettingsError: A setting is invalid.
     """
     from ..common.launcher_link import receive_run_folder
 
     options = _parse(arguments)
     _check(options)
+    refuse_namesake("run")
     _set_run_id(options)
     _prepare_restarts(options)
     settings = load_settings()
@@ -197,6 +199,31 @@ def _check(options: Namespace) -> None:
             raise CommandLineError(f"run: no module named {package!r}, here or installed")
     elif not os.path.isfile(script):
         raise CommandLineError(f"run: no script {script!r} in {os.getcwd()}")
+
+
+def refuse_namesake(command: str) -> None:
+    """Refuse another zerowatch in the working directory, where the ranks search first.
+
+    Such as a checkout below the working directory, from which the installed package was built.
+
+    Args:
+        command: The name of the command, for the message.
+
+    Raises:
+        CommandLineError: The ranks would import another package than this process has imported.
+    """
+    if os.environ.get("PYTHONSAFEPATH"):
+        return
+    found = PathFinder.find_spec("zerowatch", [os.getcwd(), *sys.path])
+    own = Path(__file__).parents[2]
+    if found is None or (found.origin and os.path.samefile(found.origin, own / "__init__.py")):
+        return
+    place = found.origin or next(iter(found.submodule_search_locations or ()), os.getcwd())
+    raise CommandLineError(
+        f"{command}: the ranks would import zerowatch from {place}, because they search the "
+        f"working directory first, and not from {own}; start in another directory, or rename the "
+        "one in this"
+    )
 
 
 def _set_run_id(options: Namespace) -> None:

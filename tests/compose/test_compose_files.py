@@ -182,7 +182,7 @@ def test_the_example_env_file_names_every_variable_and_no_password() -> None:
         for name in FILES
         for variable in re.findall(r"\$\{([A-Z_]+)", (ROOT / name).read_text())
     }
-    assert used - {"LINK_RATE"} <= offered.keys()
+    assert used - {"LINK_RATE", "MOUNTED_FILES"} <= offered.keys()
     assert not any(re.search(r"PASSWORD(?!_FILE)", name) for name in used)
     assert offered["GRAFANA_ADMIN_PASSWORD_FILE"] == ""
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from zerowatch.dashboards.cli import dashboards, stack
+from zerowatch.errors import CommandLineError
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,16 @@ def test_link_options_without_out_are_rejected() -> None:
 
     assert done.exit_code == 2
     assert "--out" in done.output
+
+
+def test_a_folder_that_cannot_be_written_is_reported_with_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    done = CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path / "file" / "out")])
+
+    assert isinstance(done.exception, CommandLineError)
+    assert f"cannot write {tmp_path / 'file' / 'out'}" in str(done.exception)
+    assert "Not a directory; choose another folder by --out" in str(done.exception)
 
 
 def test_build_without_its_extra_names_the_missing_package() -> None:

@@ -165,7 +165,9 @@ def _launch(nproc: int, nnodes: int, endpoint: str | None, options: list[str]) -
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from ...devices.cpu import usable_cores
+    from ..run_command import refuse_namesake
 
+    refuse_namesake("check")
     if nnodes > 1 and endpoint is None:
         raise CommandLineError(
             f"check: --nnodes {nnodes} needs --rdzv-endpoint, an address of the first host and a "

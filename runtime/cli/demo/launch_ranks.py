@@ -10,6 +10,7 @@ import warnings
 from ....errors import CommandLineError
 from ....metrics.settings import load_settings
 from ...devices.cpu import usable_cores
+from ..run_command import refuse_namesake
 
 
 def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
@@ -24,10 +25,12 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
         0, or the exit code of the first rank that failed (128 + n if signal n ended it).
 
     Raises:
-        CommandLineError: There are fewer GPUs than processes, or monitoring is disabled.
+        CommandLineError: There are fewer GPUs than processes, monitoring is disabled, or the ranks
+            would import another zerowatch.
         SettingsError: A setting is invalid.
     """
     _check_enabled()
+    refuse_namesake("demo")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

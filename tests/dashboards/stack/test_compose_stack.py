@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 from servers.free_port import free_port
 
 from zerowatch.dashboards.stack import compose_stack as stack
@@ -22,10 +23,11 @@ from zerowatch.errors import CommandLineError
 
 # A docker that notes what it was asked, and answers by the files beside it.
 FAKE = f"""#!{sys.executable}
-import json, pathlib, sys
+import json, os, pathlib, sys
 here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]
 with (here / "asked").open("a") as asked:
     asked.write(json.dumps(arguments) + "\\n")
+(here / "digest").write_text(os.environ.get("MOUNTED_FILES", ""))
 kind = arguments[0] if arguments[0] != "compose" else "compose " + arguments[-1]
 answers = json.loads((here / "answers.json").read_text())
 answer = next((answers[key] for key in (kind, arguments[0]) if key in answers), {{}})
@@ -111,6 +113,43 @@ def test_up_does_not_build_if_an_image_of_the_demo_is_given(
     stack.up()
 
     assert docker.composed[4:] == ["up", "--detach"]
+
+
+def test_a_given_image_of_the_demo_needs_no_sources(
+    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site-packages" / "zerowatch"
+    installed.mkdir(parents=True)
+    shutil.copy(stack.ROOT / "compose.yaml", installed)
+    monkeypatch.setattr(stack, "ROOT", installed)
+    monkeypatch.setenv("TRAINER_IMAGE", "registry.example.com/zerowatch:1")
+
+    stack.up()
+
+    assert docker.composed[4:] == ["up", "--detach"]
+
+
+def test_up_gives_compose_another_label_of_the_services_if_a_mounted_file_has_changed(
+    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "root" / "dashboards").mkdir(parents=True)
+    shutil.copy(stack.ROOT / "compose.yaml", tmp_path / "root")
+    monkeypatch.setattr(stack, "ROOT", tmp_path / "root")
+    rules = tmp_path / "root" / "dashboards" / "rendered" / "prometheus"
+    labels = []
+
+    for name in ("alerts.yaml", "alerts.yaml", "other.yaml"):
+        rules.mkdir(parents=True)
+        (rules / name).write_text("groups: []\n")
+        stack.up(with_trainer=False)
+        labels.append((docker.folder / "digest").read_text())
+        shutil.rmtree(rules)
+
+    assert labels[0] == labels[1] != labels[2]
+    services = yaml.safe_load((stack.ROOT / "compose.yaml").read_text())["services"]
+    labeled = {name for name, service in services.items() if service["labels"]}
+    assert labeled == set(stack.SERVICES)
+    assert services["prometheus"]["labels"] == {"zerowatch.files": "${MOUNTED_FILES:-}"}
 
 
 def test_up_without_the_demo_on_gpus_starts_the_exporter_of_the_gpus(docker: Docker) -> None:

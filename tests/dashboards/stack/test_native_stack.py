@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from zerowatch.metrics.settings import ServeSettings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.rank_store import _target
 
+QUICK = (sys.executable, SCRIPTS / "quick_stack.py")
 COMMAND = [sys.executable, "-c", "from zerowatch.dashboards.cli import stack; stack()"]
 
 
@@ -149,7 +151,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     commands = Stack(tmp_path_factory.mktemp("work"))
-    commands.run("up", command=(sys.executable, SCRIPTS / "quick_stack.py"))
+    commands.run("up", command=QUICK)
     yield commands
     commands.run("down")
 
@@ -269,7 +271,9 @@ def test_the_runbook_to_which_alerts_link_is_served(stack: Stack) -> None:
 
     assert f"zerowatch_runbook: {url}" in external_labels
     assert 'id="zerowatchtrainingstalled"' in page
-    assert any(f"runbook       {url}" in line for line in stack.run("up").splitlines())
+    assert any(
+        f"runbook       {url}" in line for line in stack.run("up", command=QUICK).splitlines()
+    )
 
 
 def test_the_watchdog_reaches_alertmanager_without_the_addresses_of_links(stack: Stack) -> None:
@@ -341,10 +345,50 @@ def test_runs_that_were_not_read_yet_or_have_ended_are_reported_as_such(tmp_path
 def test_a_second_up_changes_nothing_and_reports_it(stack: Stack) -> None:
     before = stack.children()
 
-    printed = stack.run("up")
+    printed = stack.run("up", command=QUICK)
 
     assert printed.startswith("it is up already.")
     assert stack.children() == before
+
+
+def test_an_up_after_an_upgrade_starts_new_processes_with_the_new_rules_only(
+    tmp_path: Path,
+) -> None:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    installed = tmp_path / "rendered"
+    shutil.copytree(native_stack.RENDERED, installed)
+    code = f"""from pathlib import Path
+from zerowatch.dashboards.cli import stack
+from zerowatch.dashboards.stack import native_stack
+native_stack.RENDERED = Path({str(installed)!r})
+stack()"""
+    commands, up = Stack(tmp_path), (sys.executable, "-c", code)
+    commands.run("up", command=up)
+    before = {child.pid for child in commands.children()}
+    rules = installed / "prometheus"
+    (rules / "alerts.yaml").rename(rules / "new.yaml")
+
+    printed = commands.run("up", command=up)
+
+    after = {child.pid for child in commands.children()}
+    read = {Path(group["file"]).name for group in commands.ask("rules")["groups"]}
+    commands.run("down")
+    assert printed.startswith("restarted, ")
+    assert len(after) == 4 and after.isdisjoint(before)
+    assert read == {path.name for path in rules.glob("*.yaml")} >= {"new.yaml"}
+
+
+def test_what_a_start_has_written_is_outdated_in_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = here(tmp_path)
+    stack._write_configuration()
+    same = stack._is_outdated()
+
+    monkeypatch.setattr(native_stack, "version", lambda name: "0.0.0")
+
+    assert (same, stack._is_outdated()) == (False, True)
 
 
 def test_status_uses_the_ports_of_the_start_if_the_environment_has_changed(stack: Stack) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
+from click.testing import CliRunner
+from package_tree import ROOT
 from recorded_runs import write_run
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, Finished, own_lines, start
@@ -22,10 +24,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from zerowatch.__main__ import main
+from zerowatch.__main__ import commands, main
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.settings import LAUNCHED_RUN_ID, load_settings
 from zerowatch.runtime.cli import launcher_notes, run_end
+from zerowatch.runtime.cli.demo.launch_ranks import launch_demo
 from zerowatch.runtime.cli.run_command import launch
 from zerowatch.runtime.common.launcher_link import send_run_folder
 
@@ -280,6 +283,40 @@ def test_each_rank_runs_the_script_or_the_module_by_zerowatch(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], line: list[str]
 ) -> None:
     assert started_by(monkeypatch, *arguments) == (0, line)
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize("name", ["zerowatch/__init__.py", "zerowatch.py"])
+def test_another_zerowatch_in_the_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+    with pytest.raises(CommandLineError, match=f"from {tmp_path / name}, .* {ROOT}; "):
+        started_by(monkeypatch, __file__)
+    with pytest.raises(CommandLineError, match=r"demo: .* zerowatch from "):
+        launch_demo(steps=1, num_processes=1, stage=0)
+    done = CliRunner().invoke(commands, ["check", "--nproc", "1"])
+
+    assert str(done.exception).startswith("check: the ranks would import zerowatch from ")
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+def test_this_zerowatch_and_one_that_ranks_do_not_search_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other" / "zerowatch").mkdir(parents=True)
+    (tmp_path / "other" / "zerowatch" / "__init__.py").touch()
+    (tmp_path / "zerowatch").symlink_to(ROOT)
+    monkeypatch.chdir(tmp_path)
+    own = started_by(monkeypatch, __file__)
+    monkeypatch.chdir("other")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+
+    assert own == started_by(monkeypatch, __file__) == (0, ["-m", "zerowatch", __file__])
 
 
 @pytest.mark.usefixtures("fake_torchrun")
