@@ -558,8 +558,8 @@ def rate_since_start(operation: str, spec: MetricSpec, timing: Timing, *matchers
 
     `rate` divides by the whole range, so it would rise slowly from 0 during the first five minutes
     of steps, or after Prometheus was down. The result is then the increase since the first scrape
-    in the range, over the time since then. There is none until a step has ended in that time. After
-    a restart within the range, the time without steps counts.
+    in the range, over the time since then, once a step has ended in that time. After a restart
+    within the range, the time without steps counts.
 
     There is no result while no rank answers. Otherwise the last value of a run would be close to 0,
     because `rate` has results for five minutes after the end.
@@ -571,19 +571,26 @@ def rate_since_start(operation: str, spec: MetricSpec, timing: Timing, *matchers
         matchers: Label matchers of the ranks.
     """
     total, short = select(spec, *matchers), timing.short
-    # Aggregated within the subqueries, whose points are all in memory at once. A rank that does not
-    # answer for a while would change a sum.
-    mean = by("max" if operation == "max" else "avg", total)
-    increase = f"({mean} - min_over_time(({mean} > 0)[{short}:{timing.evaluation}]))"
-    if operation == "sum":
-        increase += f" * {by('count', total)}"
-    scraped = f"timestamp({total}) and {total} > 0"
-    first = f"min_over_time(({by('min', scraped)})[{short}:{timing.evaluation}])"
-    covered = f"{by('max', scraped)} - {first} < {timing.seconds(0.9 * SHORT_SECONDS)}"
-    is_start = f"({covered} unless on (job, run) {by('max', f'resets({total}[{short}])')} > 0)"
+    # The points of a subquery are all in memory at once, so it has one rank.
+    of_rank_0 = select(spec, *matchers, 'rank="0"')
+    points = f"[{short}:{timing.duration(_LEAST_SCRAPE_SECONDS)}]"
+    scraped = f"timestamp({of_rank_0})"
+    if operation == "max":  # steps, of which all ranks have 0 before the first one
+        increase = by("max", f"{of_rank_0} - min_over_time(({of_rank_0} > 0){points})")
+        first = f"min_over_time(({scraped} and {of_rank_0} > 0){points})"
+    else:
+        increase = by(operation, f"{total} - min_over_time({total}[{short}])")
+        first = f"min_over_time({scraped}{points})"
+    covered = by("max", f"{scraped} - {first}")
+    counts = f"count_over_time({total}[{short}])", f"count_over_time({of_rank_0}[{short}])"
+    has_gap = f"{by('max', counts[0])} > {by('max', counts[1])} + 1"  # rank 0 did not answer
+    is_start = (
+        f"({covered} < {timing.seconds(0.9 * SHORT_SECONDS)}\n"
+        f"unless on (job, run) {by('max', f'resets({total}[{short}])')} > 0\n"
+        f"unless on (job, run) {has_gap})"
+    )
     rates = by(operation, rate(spec, short, *matchers))
-    whole = f"{increase} / {is_start} > 0\nor {rates} unless on (job, run) {is_start}"
-    return where(f"(\n{whole}\n)", total)
+    return where(f"(\n{increase} / {is_start} > 0\nor {rates}\n)", total)
 
 
 def _samples_rate(timing: Timing) -> str:
@@ -635,6 +642,7 @@ def _step_quantile(operation: str, aggregation: str, parameter: str = "") -> Rec
 
 # Runs as a whole, for dashboards.
 STALLED_SECONDS = 300.0  # without progress
+_LEAST_SCRAPE_SECONDS = 5.0  # a shorter interval between scrapes is not usual
 RUN_STATE = recorded(training.RUN_ACTIVE, "state", _state_of_run)
 RUN_START = aggregated(training.RUN_START_TIMESTAMP, "min")
 RUN_ATTEMPT = aggregated(training.RUN_ATTEMPT, "max")

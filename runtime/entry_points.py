@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from time import monotonic
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +55,11 @@ _NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 # So many optimizers without a model end the search for it. After so many beside the watched one,
 # further ones no longer show that another training has begun.
 MAX_PASSED_OVER = 10
-# To open a run takes up to a second, within a step. After so many runs of less than this time whose
-# models no longer exist, a model is watched only once it has been trained for this time.
+# To open a run takes up to a second, within a step. After so many runs of fewer steps than these
+# whose models no longer exist, a model is watched only once it has been trained for so many steps.
+# All ranks decide at the same step; their clocks would differ.
 MAX_SHORT_RUNS = 3
-SHORT_RUN_SECONDS = 30.0
+SHORT_RUN_STEPS = 500
 # Hooks that outlive a watch: one that has failed may be missing in all further runs.
 _HOOKS_OF_PROCESS = ("collectives", "functional collectives", "streams")
 
@@ -79,11 +79,12 @@ class _Process:
         outer_error: The error in whose handler the parent has forked this child, if any.
         watches_torch: Whether the watch is of a torch model, without DeepSpeed.
         is_opened_in_step: Whether an optimizer step has shown the model of the watch.
-        known_optimizers: The monotonic time from which a step of an optimizer may show a model:
+        num_steps: Number of steps of all optimizers.
+        known_optimizers: The number of steps from which a step of an optimizer may show a model:
             never for the watched one, those beside it, and those whose parameters no module holds.
         num_passed_over: How many optimizers were not watched, in this training.
         num_short_runs: How many short runs were replaced, because their models no longer existed.
-        opened_at: Monotonic time at which the watch was opened.
+        opened_at: The number of steps at which the watch was opened.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
@@ -97,12 +98,13 @@ class _Process:
     is_model_known: bool = False
     watches_torch: bool = False
     is_opened_in_step: bool = False
+    num_steps: int = 0
     known_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     num_passed_over: int = 0
     num_short_runs: int = 0
-    opened_at: float = 0.0
+    opened_at: int = 0
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
     closes_at_exit: bool = False
@@ -306,7 +308,7 @@ def instrument_torch() -> None:
     The first optimizer step shows whether a script trains without DeepSpeed. Its model is watched
     from then on. After `expect_training`, the next step is such a first step, and so is that of
     another optimizer once the watched model no longer exists. After several short runs, the step
-    after `SHORT_RUN_SECONDS` of such an optimizer takes its place.
+    `SHORT_RUN_STEPS` after the first one of such an optimizer takes its place.
     """
     if not load_settings(ds_block={"enabled": True}).enabled:
         return
@@ -315,16 +317,17 @@ def instrument_torch() -> None:
 
     on_step = _process.fail_open.wrap("watch", _watch_torch_model)
     _process.first_step_hook = call_after_steps(
-        lambda optimizer: on_step(optimizer) if _may_show_model(optimizer) else None
+        lambda optimizer: on_step(optimizer) if _may_show_training(optimizer) else None
     )
 
 
-def _may_show_model(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step may show a training that is not watched yet."""
+def _may_show_training(optimizer: torch.optim.Optimizer) -> bool:
+    """Count a step, and return whether it may show a training that is not watched yet."""
+    _process.num_steps += 1
     may_be_next = _process.watches_torch and _process.num_passed_over < MAX_PASSED_OVER
     if _process.is_model_known and not may_be_next:
         return False
-    return monotonic() >= _process.known_optimizers.get(optimizer, 0.0)
+    return _process.num_steps >= _process.known_optimizers.get(optimizer, 0)
 
 
 def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
@@ -339,7 +342,7 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
     if is_next:
         is_new = optimizer not in _process.known_optimizers
         if is_new and _process.num_short_runs >= MAX_SHORT_RUNS:
-            _process.known_optimizers[optimizer] = monotonic() + SHORT_RUN_SECONDS
+            _process.known_optimizers[optimizer] = _process.num_steps + SHORT_RUN_STEPS
             return
         _pass_over(optimizer)
         is_wanted = running is not None and _is_engine_gone()
@@ -359,7 +362,7 @@ def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
         return
     engine = torch_engine(model, optimizer)
     if running is None or not running.watches(engine):
-        if is_next and monotonic() - _process.opened_at < SHORT_RUN_SECONDS:
+        if is_next and _process.num_steps - _process.opened_at < SHORT_RUN_STEPS:
             _count_short_run()
         _open_watch(engine, settings)
         _process.is_opened_in_step = True
@@ -369,12 +372,12 @@ def _count_short_run() -> None:
     _process.num_short_runs += 1
     if _process.num_short_runs == MAX_SHORT_RUNS:
         logger.warning(
-            "%d runs have lasted less than %.0f s each, and their models no longer exist: from now "
-            "on, another model is watched only after %.0f s of its training. Call "
+            "%d runs have had fewer than %d steps each, and their models no longer exist: from now "
+            "on, another model is watched only after %d steps of its training. Call "
             "zerowatch.watch(model, optimizer) to watch one from its start.",
             MAX_SHORT_RUNS,
-            SHORT_RUN_SECONDS,
-            SHORT_RUN_SECONDS,
+            SHORT_RUN_STEPS,
+            SHORT_RUN_STEPS,
         )
 
 
@@ -598,7 +601,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     _forget_optimizers()
     if _process.watches_torch:
         _process.known_optimizers[engine.optimizer] = math.inf
-    _process.opened_at = monotonic()
+    _process.opened_at = _process.num_steps
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_close_after_fork)

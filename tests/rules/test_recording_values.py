@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from rules.history import GONE, counter, gauge, of_both, of_rank, training
 from rules.promtool import failures
@@ -309,7 +311,7 @@ def stepping(
 
 
 def rates_of_samples(
-    series: dict[str, str], moments: range, low: float, high: float, *, every: int = 15
+    series: dict[str, str], moments: Iterable[int], low: float, high: float, *, every: int = 15
 ):
     """Return a test that the rate of samples is between `low` and `high` at these seconds."""
     name = recorded.SAMPLES_RATE.name
@@ -376,6 +378,37 @@ def test_the_rate_of_samples_is_not_too_high_after_a_long_first_step(
         {"expr": f"{name} > {highest}", "eval_time": f"{moment}s", "exp_samples": []}
         for moment in range(1200, 1200 + 900, 15)
     ]
+
+    assert failures(some_rules(only=name), [test], tmp_path) == ""
+
+
+@pytest.mark.parametrize("missing", [(0, 0, 2), (1, 20, 21)], ids=["first scrapes", "one scrape"])
+@pytest.mark.parametrize("every", [15, 60])
+def test_ranks_of_different_totals_do_not_change_the_rate_of_samples(
+    every, missing, some_rules, tmp_path
+):
+    """One rank has done more than the other when Prometheus starts, and may not answer."""
+    rank, begin, end = missing
+    series: dict[str, str] = {}
+    for each, done in enumerate((1_250_000, 750_000)):
+        values = [f"{done + 16 * every * scrape:g}" for scrape in range(3000 // every)]
+        if each == rank:
+            values[begin:end] = ["_"] * (end - begin)
+        series |= of_rank(each, "zerowatch_samples_total", " ".join(values))
+    moments = [*range(15 + 3 * every, 2400, 15), *range(every * 5 - 1, 2400, every)]
+    early = rates_of_samples(series, moments, 0, (1.15 if every < 60 else 1.35) * 32, every=every)
+    moments = [moment for moment in moments if moment > 300 + 2 * every]
+    late = rates_of_samples(series, moments, 0.4 * 32, 1.15 * 32, every=every)
+
+    assert failures(some_rules(only=recorded.SAMPLES_RATE.name), [early, late], tmp_path) == ""
+
+
+@pytest.mark.parametrize("every", [15, 60])
+def test_the_rate_of_samples_of_a_run_that_hangs_is_zero(every, some_rules, tmp_path):
+    values = [f"{16 * min(1200, every * scrape):g}" for scrape in range(1, 3000 // every)]
+    series = of_rank(0, "zerowatch_samples_total", "_ " + " ".join(values))
+    name = recorded.SAMPLES_RATE.name
+    test = rates_of_samples(series, range(1200 + 300 + 2 * every, 2400, 15), 0, 0.1, every=every)
 
     assert failures(some_rules(only=name), [test], tmp_path) == ""
 

@@ -119,6 +119,7 @@ class Process:
             is_model_known=False,
             watches_torch=False,
             is_opened_in_step=False,
+            num_steps=0,
             known_optimizers=weakref.WeakKeyDictionary(),
             num_passed_over=0,
             num_short_runs=0,

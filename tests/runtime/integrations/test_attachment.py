@@ -279,12 +279,11 @@ def test_short_trainings_one_after_another_have_few_runs_and_one_warning(
     assert len(list(tmp_path.iterdir())) == entry_points.MAX_SHORT_RUNS + 1
 
 
-@pytest.mark.parametrize("seconds", [1.0, 3600.0])
+@pytest.mark.parametrize("is_long", [False, True])
 def test_after_short_trainings_a_model_is_watched_once_it_is_trained_for_long(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
+    is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(entry_points, "monotonic", lambda: now[0])
+    monkeypatch.setattr(entry_points, "SHORT_RUN_STEPS", 20)
     attach(QUIET)
     for _ in range(entry_points.MAX_SHORT_RUNS + 1):
         train_copy(2)
@@ -292,27 +291,24 @@ def test_after_short_trainings_a_model_is_watched_once_it_is_trained_for_long(
 
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
+    for _ in range(21 if is_long else 20):
         model(torch.ones(4, 2)).square().mean().backward()
         optimizer.step()
-        now[0] += seconds
 
     watch = entry_points.current_watch()
     assert watch is not None
-    is_long = seconds >= entry_points.SHORT_RUN_SECONDS
     assert watch.watches(torch_engine(model, optimizer)) == is_long
     assert (watch is last_short) != is_long
 
 
 def test_long_trainings_one_after_another_have_a_run_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, watches = [0.0], set()
-    monkeypatch.setattr(entry_points, "monotonic", lambda: now[0])
+    monkeypatch.setattr(entry_points, "SHORT_RUN_STEPS", 20)
     attach(QUIET)
+    watches = set()
 
     for _ in range(2 * entry_points.MAX_SHORT_RUNS):
-        train_copy(2)
+        train_copy(21)
         watches.add(entry_points.current_watch())
-        now[0] += 2 * entry_points.SHORT_RUN_SECONDS
 
     assert len(watches) == 2 * entry_points.MAX_SHORT_RUNS
 
