@@ -97,6 +97,21 @@ def mend_last_line(descriptor: int) -> None:
             return
 
 
+def open_log(path: Path) -> int:
+    """Open a log for appending, mend the partial line of a killed process, return the descriptor.
+
+    Raises:
+        OSError: The log cannot be opened, or the partial line cannot be mended.
+    """
+    descriptor = open_to_append(path)
+    try:
+        mend_last_line(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _mend(descriptor: int, last: bytes, size: int) -> None:
     try:
         json.loads(last)

@@ -4,8 +4,9 @@ The module lies in `metrics/`, although most settings are about training, becaus
 the command `zerowatch stack` need settings too, and they must work without torch and DeepSpeed.
 
 Order of precedence: call argument > ZEROWATCH_* environment > "zerowatch" block of the ds config >
-zerowatch.toml > default. `serve.port` is ZEROWATCH_SERVE_PORT. zerowatch.toml is in the working
-directory, or else in that of the start: Hydra changes it before the script's own code runs.
+zerowatch.toml > the run id that `zerowatch run` makes > default. `serve.port` is
+ZEROWATCH_SERVE_PORT. zerowatch.toml is in the working directory, or else in that of the start:
+Hydra changes it before the script's own code runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from .thresholds import (
 )
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
-# The id that `zerowatch run` makes. Not with the prefix above: any other source precedes it.
+# The variable with the run id that `zerowatch run` makes. As ZEROWATCH_RUN_ID it would precede the
+# ds config and zerowatch.toml.
 LAUNCHED_RUN_ID = "_ZEROWATCH_RUN_ID"
 TOML_FILE = Path("zerowatch.toml")
 DS_BLOCK = '"zerowatch" block of the ds config'

@@ -331,10 +331,11 @@ def _may_show_training(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _watch_torch_model(optimizer: torch.optim.Optimizer) -> None:
-    """Watch the model of the first optimizer that steps, unless an engine or a model is watched.
+    """Watch the model of an optimizer that steps, if no engine or model is watched.
 
-    An optimizer of tensors that no module holds does not count. In a notebook the newest model is
-    watched.
+    A watched torch model that no longer exists is replaced by the next one; after several short
+    runs, only SHORT_RUN_STEPS later. An optimizer of tensors that no module holds does not count.
+    In a notebook the newest model is watched.
     """
     from .common.torch_engine import torch_engine, trained_model
 
@@ -394,6 +395,7 @@ def _on_no_model(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _pass_over(optimizer: torch.optim.Optimizer) -> None:
+    """Never let this optimizer show a model again in this training."""
     _process.known_optimizers[optimizer] = math.inf
     _process.num_passed_over += 1
 

@@ -66,7 +66,8 @@ def dcgm_alerts(timing: Timing) -> tuple[Alert, ...]:
     return (
         # The exporter goes on serving the last XID. It is new if another was served an hour ago, or
         # since then, as after a reset. Prometheus may have been down an hour ago, so the last value
-        # of the six hours before counts. Rules that are an hour old have recorded it.
+        # of the six hours before counts: the recorded one, or, if the rule did not exist yet, the
+        # exporter's.
         _alert(
             "Xid",
             "critical",

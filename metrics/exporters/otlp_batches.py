@@ -1,7 +1,7 @@
 """Divides the metrics of each interval into batches of few series, and decides on their order.
 
 A receiver may refuse a batch for its content, by a limit on the rate of requests, or because it is
-down. Its answer does not tell which, so the order must suit all three.
+down. Its answer does not show which of them applies, so the order must suit all three.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class BatchOrder:
         self.outcomes: list[bool] = []
         self._held: list[list[str]] = []  # names of the families of each batch
         self._first = ""
-        self._again: deque[list[Family]] = deque()
+        self._retries: deque[list[Family]] = deque()
         self._others: deque[list[Family]] = deque()
-        self._leads_again = True
-        self._is_again = False
-        self._refused_again: list[list[Family]] = []
+        self._retries_first = True
+        self._is_retry = False
+        self._refused_retries: list[list[Family]] = []
         self._refused_others: list[list[Family]] = []
         self._refused_first: list[list[Family]] = []
 
@@ -52,38 +52,38 @@ class BatchOrder:
 
     def begin(self, found: list[Family], *, final: bool) -> None:
         """Begin an interval. `final` marks the last one of the run."""
-        self._leads_again = self.is_accepted and not final
+        self._retries_first = self.is_accepted and not final
         self.outcomes = []
         held = {name for names in self._held for name in names}
         rest = [family for family in found if family.name not in held]
         names = [family.name for family in rest]
         first = names.index(self._first) if self._first in names else 0
-        again = [[each for each in found if each.name in names] for names in self._held]
-        self._again = deque(batch for batch in again if batch)
+        retries = [[each for each in found if each.name in held_names] for held_names in self._held]
+        self._retries = deque(batch for batch in retries if batch)
         self._others = deque([*_batches(rest[first:]), *_batches(rest[:first])])
-        self._refused_again, self._refused_others, self._refused_first = [], [], []
+        self._refused_retries, self._refused_others, self._refused_first = [], [], []
 
     def take(self) -> list[Family] | None:
         """Return the next batch; None if there is no more."""
-        self._is_again = bool(self._again) and (self._leads_again or not self._others)
-        batches = self._again if self._is_again else self._others
+        self._is_retry = bool(self._retries) and (self._retries_first or not self._others)
+        batches = self._retries if self._is_retry else self._others
         return batches.popleft() if batches else None
 
-    def note(self, batch: list[Family], *, was_taken: bool) -> None:
+    def note(self, batch: list[Family], *, was_accepted: bool) -> None:
         """Note whether the receiver has accepted the batch that was returned last."""
-        if not was_taken:
-            self._leads_again = False
-            if not self._is_again:
+        if not was_accepted:
+            self._retries_first = False
+            if not self._is_retry:
                 self._refused_others.append(batch)
             elif not self.outcomes:
                 self._refused_first.append(batch)
             else:
-                self._refused_again.append(batch)
-        self.outcomes.append(was_taken)
+                self._refused_retries.append(batch)
+        self.outcomes.append(was_accepted)
 
     def end(self) -> None:
         """End the interval, in which some batches may not have been sent."""
-        held = [*self._refused_again, *self._again]
+        held = [*self._refused_retries, *self._retries]
         self._first = ""
         if self.is_accepted:
             held += [*self._others, *self._refused_others]

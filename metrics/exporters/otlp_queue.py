@@ -191,15 +191,16 @@ class OtlpQueue:
     def _send_batches(self, now_ns: int, num_allowed: int) -> None:
         """Send batches until `num_allowed` in a row are refused.
 
-        If any was accepted in this interval, those are no reason to keep back batches that were not
-        refused before. But each refused request may take its timeout, so that the time is limited.
+        Once a batch was accepted in this interval, refusals no longer hold back the batches that
+        were not refused before. This is limited in time, because each refused request may take its
+        timeout.
         """
         num_refused, accepted_at = 0, self._now()
         max_seconds = FAILURES_ALLOWED * self._options.timeouts["metrics"]
         while self._open and (batch := self._batches.take()) is not None:
-            was_taken = self._send_batch(batch, now_ns)
-            self._batches.note(batch, was_taken=was_taken)
-            if was_taken:
+            was_accepted = self._send_batch(batch, now_ns)
+            self._batches.note(batch, was_accepted=was_accepted)
+            if was_accepted:
                 num_allowed, num_refused, accepted_at = FAILURES_ALLOWED, 0, self._now()
                 continue
             num_refused += 1
@@ -211,12 +212,12 @@ class OtlpQueue:
     def _send_batch(self, batch: list[Family], now_ns: int) -> bool:
         increases = self._increases
         sent = batch if increases is None else increases.since_accepted(batch)
-        was_taken = self._otlp.send_metrics(sent, self._started_ns, now_ns)
-        if was_taken:
+        was_accepted = self._otlp.send_metrics(sent, self._started_ns, now_ns)
+        if was_accepted:
             if increases is not None:
                 increases.accept(batch, now_ns)
             self._is_complete("metrics", 0)
-        return was_taken
+        return was_accepted
 
     def _assess(self) -> None:
         """Account for the metrics of one interval, of which some batches may be refused."""
@@ -242,10 +243,10 @@ class OtlpQueue:
                 exemplar = Exemplar(labels=labels, value=seen.value, unix_seconds=ended_at)
                 self._recorder.add_exemplar(seen.spec, *seen.labels, exemplar=exemplar)
 
-    def _sent(self, signal: Signal, was_taken: bool, num_items: int) -> bool:
+    def _sent(self, signal: Signal, was_accepted: bool, num_items: int) -> bool:
         """Account for an export of `num_items` traces or lines. Return whether all are stored."""
         circuit = self._circuits[signal]
-        if was_taken:
+        if was_accepted:
             circuit.succeeded()
             return self._is_complete(signal, num_items)
         self.dropped += num_items

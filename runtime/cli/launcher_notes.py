@@ -132,10 +132,11 @@ def write_notes(
     first = min(failures, key=lambda rank: failures[rank].timestamp)
     noted = [
         _call_with_limit(each, partial(_write_exit_notes, each, pids, failures, first, named))
+        or (None, None)
         for each in runs
     ]
-    line = next((each[0] for each in noted if each is not None and each[0] is not None), None)
-    error = next((each[1] for each in noted if each is not None and each[1] is not None), None)
+    line = next((line for line, _ in noted if line is not None), None)
+    error = next((error for _, error in noted if error is not None), None)
     if line is None:
         # Usually an exception has ended the rank: it has removed its file, and has printed its
         # traceback. Or it could not write its file.

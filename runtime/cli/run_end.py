@@ -39,7 +39,7 @@ def print_run_end(folder: Path, *, is_in_order: bool, console: ConsoleMode) -> N
 
 
 def console_of(folder: Path, default: ConsoleMode) -> ConsoleMode:
-    """Return what a run prints by its own settings, to which its script and ds config belong.
+    """Return the `console` setting of a run, which the script's call or ds config may have set.
 
     Args:
         folder: The run folder.

@@ -215,7 +215,7 @@ class UncountedCall:
 
     Attributes:
         begins_at: The group's sequence number where the call began, or at the last drain.
-        num_calls: Number of calls that the group may have counted by then and no drain has.
+        num_calls: Number of its calls that no drain has counted.
     """
 
     __slots__ = ("begins_at", "num_calls")

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ...metrics.process_stat import state_and_start
 from .cgroups import cgroup_folders
 from .own_files import read_own_file
 
@@ -154,7 +155,7 @@ def current_process(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | 
             rank=rank,
             host=host,
             pid=os.getpid(),
-            start_ticks=_state_and_start(root, os.getpid())[1],
+            start_ticks=int(state_and_start(os.getpid(), root)[1]),
             boot_id=boot_id(root),
             pid_namespace=pid_namespace(root),
             started_at_unix_seconds=time.time(),
@@ -194,11 +195,10 @@ def has_exited(marker: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
     if marker.pid_namespace != pid_namespace(root):
         return _is_unlocked(path)
     try:
-        state, start_ticks = _state_and_start(root, marker.pid)
+        state, start_ticks = state_and_start(marker.pid, root)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    # Z and X: the process has exited, but its parent has not waited for it yet.
-    return state in "ZX" or start_ticks != marker.start_ticks
+    return state in "ZX" or int(start_ticks) != marker.start_ticks
 
 
 def boot_id(root: Path = ROOT) -> str:
@@ -240,12 +240,6 @@ def _read_counter(file: Path) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-
-
-def _state_and_start(root: Path, pid: int) -> tuple[str, int]:
-    """Return fields 3 and 22 of proc_pid_stat(5). Field 2 may contain any characters."""
-    after_name = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return after_name[0], int(after_name[19])
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Tells an error that ends a run from one that the script already handled when the run began."""
+"""Distinguishes an error that ends a run from one already handled when the run began."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ class OuterError:
         self._attributes = _attributes(sys.exception())
         self._attributes_of_uncaught = _attributes(_uncaught())
 
-    def is_it(self, error: BaseException | None) -> bool:
-        """Return whether an error is the one that was being handled."""
-        return error is not None and vars(error) is self._attributes
-
     def newer(self) -> BaseException | None:
         """Return the error that is being handled, or None if it is the remembered one."""
         error = sys.exception()
-        return None if self.is_it(error) else error
+        return None if _attributes(error) is self._attributes else error
 
     def newer_uncaught(self) -> BaseException | None:
         """Return the last uncaught error, or None if it is the remembered one.

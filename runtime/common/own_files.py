@@ -1,4 +1,4 @@
-"""Tells this user's files from those of others, in a folder in which several users have runs."""
+"""Distinguishes this user's files from those of others, in a folder that several users share."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...metrics.atomic_file import mend_last_line, open_to_append
+from ...metrics.atomic_file import open_log
 from ...metrics.settings import RunLogSettings
 
 logger = logging.getLogger(__name__)
@@ -181,21 +181,6 @@ class LogFile:
                 self.path,
                 error,
             )
-
-
-def open_log(path: Path) -> int:
-    """Open a log for appending, mend the partial line of a killed process, return the descriptor.
-
-    Raises:
-        OSError: The log cannot be opened, or the partial line cannot be mended.
-    """
-    descriptor = open_to_append(path)
-    try:
-        mend_last_line(descriptor)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _write_lines(descriptor: int, lines: Sequence[bytes]) -> tuple[int, OSError | None]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .log_file import open_log, write_whole
+from ...metrics.atomic_file import open_log
+from .log_file import write_whole
 
 logger = logging.getLogger(__name__)
 

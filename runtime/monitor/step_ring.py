@@ -27,6 +27,7 @@ from zlib import crc32
 
 import orjson
 
+from ...metrics.atomic_file import open_log
 from ...metrics.catalog.labels import PHASES
 from ...metrics.file_lock import LOCK_FILE
 from ...metrics.step_record import LineWriter, StepRecord, seconds_by_phase
@@ -41,7 +42,7 @@ from ..common.hot_path import (
     StepSlots,
 )
 from ..common.log_tail import last_lines
-from .log_file import open_log, write_whole
+from .log_file import write_whole
 from .step_log import is_logged
 
 if TYPE_CHECKING:

@@ -108,14 +108,17 @@ def is_caused_by_oom(error: BaseException) -> bool:
     Only `__cause__` is followed. An error that was raised while an out-of-memory error was being
     handled (`__context__`) does not count.
     """
+    return any(_parse(link) is not None for link in causes(error))
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, followed by the errors that it was raised `from`."""
     link: BaseException | None = error
     for _ in range(MAX_CHAIN):  # causes may form a cycle
         if link is None:
-            return False
-        if _parse(link) is not None:
-            return True
+            return
+        yield link
         link = link.__cause__
-    return False
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from traceback import format_exception_only, walk_tb
 
 from ...common.liveness_file import ROOT, count_oom_kills, count_oom_kills_in
-from .oom_error import MAX_CHAIN, MAX_MESSAGE, MAX_TEXT, OomError, find_oom_error, is_caused_by_oom
+from .oom_error import (
+    MAX_MESSAGE,
+    MAX_TEXT,
+    OomError,
+    causes,
+    find_oom_error,
+    is_caused_by_oom,
+)
 
 # Kills are counted over this time, or up to twice as long. A thread in a long call of C, such as of
 # a backward pass, raises the error of a killed worker only afterwards.
@@ -64,7 +70,7 @@ class OomFinder:
 
         Only the error and its causes are examined.
         """
-        links = list(_causes(error))
+        links = list(causes(error))
         for link in links:
             text = _text(link)
             if _ENDED_WORKER.match(text):
@@ -113,15 +119,6 @@ class OomFinder:
             f"{cause}: the kernel's OOM killer, which has killed {kills} process(es) {where} in "
             f"the last {seconds:.0f} s"
         )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    for _ in range(MAX_CHAIN):  # causes may form a cycle
-        if link is None:
-            return
-        yield link
-        link = link.__cause__
 
 
 def _text(link: BaseException) -> str:

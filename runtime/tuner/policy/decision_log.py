@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from ....metrics.atomic_file import mend_last_line, open_to_append
+from ....metrics.atomic_file import open_log
 from .diagnose import context_of
 from .policy_types import Configuration, Mode, Numerics, Symptom, Value, Verdict
 from .trial import Decision
@@ -192,9 +192,8 @@ def _plain(value: object) -> list[object] | float:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line by one write call, also after a line that a killed process has cut."""
-    descriptor = open_to_append(path)
+    descriptor = open_log(path)
     try:
-        mend_last_line(descriptor)
         size = os.fstat(descriptor).st_size
         if os.write(descriptor, line) < len(line):
             os.ftruncate(descriptor, size)

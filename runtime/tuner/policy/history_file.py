@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ....metrics.atomic_file import atomic_write
+from ....metrics.process_stat import state_and_start
 from .policy_types import Configuration, Value
 
 logger = logging.getLogger(__name__)
@@ -107,10 +108,8 @@ class HostProcesses:
         Raises:
             OSError: There is no such process, or its start cannot be read.
         """
-        text = (self._root / "proc" / pid / "stat").read_text(errors="replace")
-        # Fields 3 and 22 of proc_pid_stat(5). Field 2 may contain any characters.
-        after_name = text.rpartition(")")[2].split()
-        return "" if after_name[0] in "ZX" else after_name[19]
+        state, start_ticks = state_and_start(pid, self._root)
+        return "" if state in "ZX" else start_ticks
 
 
 @dataclass(slots=True)
@@ -120,8 +119,8 @@ class _OtherTrial:
     Attributes:
         owner: Name of the run.
         changes: The changes on trial.
-        first_at: When the process had renewed the file as the file was first read.
-        renewed_at: When the process had renewed the file at the last check.
+        first_at: Time of the last renewal when the file was first read.
+        renewed_at: Time of the last renewal at the last check.
         is_crash: Whether it was likely at the last check that the process has ended.
     """
 

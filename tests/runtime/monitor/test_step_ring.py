@@ -25,12 +25,12 @@ from scripts.forked_ranks import running_ranks
 from scripts.launching import SCRIPTS, TIMEOUT_SECONDS
 from scripts.trainer.full_disk import fill_bytes, small_disk
 
+from zerowatch.metrics.atomic_file import open_log
 from zerowatch.metrics.file_lock import LOCK_FILE
 from zerowatch.metrics.settings import RunLogSettings
 from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.instrumentation.raw_step import StepCounts
 from zerowatch.runtime.monitor import step_ring
-from zerowatch.runtime.monitor.log_file import open_log
 from zerowatch.runtime.monitor.step_log import StepLog
 from zerowatch.runtime.monitor.step_ring import (
     MAX_AGE_SECONDS,
