@@ -17,14 +17,9 @@ from ..sinks.sink import Sink, SinkRun
 from ..sinks.sink_runner import SinkRunner
 from .log_file import LogFile
 from .subscriptions import CLOSE_SECONDS, Subscriptions
+from .watch_thread import FIRST_POLL_SECONDS, LAST_POLL_SECONDS, PATIENCE_SECONDS
 
 LOGGED_FILE = "logged.jsonl"
-# Time between two queries of whether a value of the script has been copied from the device. It
-# doubles after each query, from the first to the last value.
-FIRST_POLL_SECONDS = 0.005
-LAST_POLL_SECONDS = 0.25
-# Longest wait for the copy of one value: the host may be far ahead of the device.
-PATIENCE_SECONDS = 60.0
 
 
 class WatchSinks:
@@ -135,7 +130,7 @@ class WatchSinks:
         return str(value)
 
     def _wait_for(self, pending: PendingScalar) -> None:
-        """Wait for a copy, for a limited time, because a device may hang."""
+        """Wait for a copy as the watch thread does: a limited time, because a device may hang."""
         waited, poll = 0.0, FIRST_POLL_SECONDS
         while not pending.arrived() and waited < PATIENCE_SECONDS:
             self._sleep(poll)
