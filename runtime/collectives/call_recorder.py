@@ -49,9 +49,11 @@ class CallRecorder(RecorderFields):
         sample_interval: Ends are exact in one of this many steps. 0 for no step.
     """
 
+    stream_waits: StreamWaitTracker
+
     def __init__(self) -> None:
         self.groups = Groups()
-        self._known_groups = self.groups.by_id
+        self._known_groups, self._new_batch = self.groups.by_id, _new_batch
         self.events = EventPool()
         self.stream_waits = StreamWaitTracker(self.events)
         self.dropped_calls = 0
@@ -124,12 +126,7 @@ class CallRecorder(RecorderFields):
         interval = self.sample_interval
         self.is_sampled = interval > 0 and step * _GOLDEN_RATIO % 2**32 < 2**32 // interval
 
-    def drain(self) -> CallBatch:
-        """Return the calls recorded since the last drain. Called on the thread that issues them.
-
-        Calls of the batch before that nothing has waited for are not timed. The calls are not lost
-        if the device's driver raises an error: only their times are.
-        """
+    def _drain(self) -> CallBatch:
         calls = self._take_calls()
         if calls is None:  # the watch thread takes calls, and must enqueue them before these
             with self._draining:

@@ -26,7 +26,7 @@
 #endif
 
 /* Another number for each change of what `hot_path.py` expects, which has the same number. */
-#define VERSION 4
+#define VERSION 6
 
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
@@ -51,7 +51,13 @@ static PyObject *s_dtype, *s_nbytes, *s_is_sparse, *s_append, *s_get_future, *s_
     *s_compute, *s_blocks_compute, *s_find_end_on_device, *s_is_training_thread, *s_sees_device,
     *s_counts, *s_losses, *s_loss, *s_step, *s_ended_at, *s_skipped, *s_device_phases,
     *s_micro_batches, *s_samples, *s_tokens, *s_gradient_norm, *s_learning_rate, *s_loss_scale,
-    *s_phase_ns, *s_shape, *s_is_floating_point, *s_storage_offset, *s_keep_handles;
+    *s_phase_ns, *s_shape, *s_is_floating_point, *s_storage_offset, *s_keep_handles,
+    *s_global_steps, *s_skipped_steps, *s_module, *s_training, *s_optimizer, *s_param_groups, *s_lr,
+    *s_get_global_grad_norm, *s_drain, *s_end_step, *s_begin_step, *s_known_risks,
+    *s_sequence_length, *s_opentelemetry, *s_collect_in_python, *s_on_forward_start,
+    *s_on_forward_end, *s_on_backward_start, *s_on_backward_end, *s_on_step_start, *s_on_step_end,
+    *s_dropped_in_capture, *s_replayed_calls, *s_drain_in_python, *s_enqueue_in_python, *s_memory,
+    *s_put;
 static PyObject *perf_counter_ns; /* time.perf_counter_ns */
 
 /* Replaces a field by another object. */
@@ -130,6 +136,7 @@ typedef struct {
     Py_ssize_t depth, capacity;
     int num_phases, current;
     unsigned int non_training; /* a bit for each phase that is not training */
+    unsigned long training_thread;
     char started, stopped, left_training;
 } PhaseClock;
 
@@ -223,28 +230,27 @@ accrue(PhaseClock *self, int is_counted)
     return 0;
 }
 
-static PyObject *
-PhaseClock_enter(PhaseClock *self, PyObject *argument)
+static int
+enter_phase(PhaseClock *self, long phase)
 {
-    long phase = PyLong_AsLong(argument);
-    if (phase == -1 && PyErr_Occurred())
-        return NULL;
     if (phase < 0 || phase >= self->num_phases) {
         PyErr_Format(PyExc_IndexError, "no phase has the number %ld", phase);
-        return NULL;
+        return -1;
     }
     if (!self->started) {
         self->started = 1;
         if (clock_now(self, &self->since_ns) < 0)
-            return NULL;
+            return -1;
     }
     if (accrue(self, 1) < 0)
-        return NULL;
+        return -1;
     if (self->depth == self->capacity) { /* here, as a callback may have entered a phase */
         Py_ssize_t capacity = 2 * self->capacity + 8;
         int *outer = PyMem_Realloc(self->outer, (size_t)capacity * sizeof(int));
-        if (outer == NULL)
-            return PyErr_NoMemory();
+        if (outer == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
         self->outer = outer;
         self->capacity = capacity;
     }
@@ -252,19 +258,36 @@ PhaseClock_enter(PhaseClock *self, PyObject *argument)
     self->current = (int)phase;
     if (self->non_training >> phase & 1)
         self->left_training = 1;
+    return 0;
+}
+
+static int
+leave_phase(PhaseClock *self)
+{
+    if (accrue(self, 1) < 0)
+        return -1;
+    if (self->depth == 0) {
+        PyErr_SetString(PyExc_IndexError, "no phase has begun");
+        return -1;
+    }
+    self->current = self->outer[--self->depth];
+    return 0;
+}
+
+static PyObject *
+PhaseClock_enter(PhaseClock *self, PyObject *argument)
+{
+    long phase = PyLong_AsLong(argument);
+    if ((phase == -1 && PyErr_Occurred()) || enter_phase(self, phase) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
 static PyObject *
 PhaseClock_leave(PhaseClock *self, PyObject *Py_UNUSED(ignored))
 {
-    if (accrue(self, 1) < 0)
+    if (leave_phase(self) < 0)
         return NULL;
-    if (self->depth == 0) {
-        PyErr_SetString(PyExc_IndexError, "no phase has begun");
-        return NULL;
-    }
-    self->current = self->outer[--self->depth];
     Py_RETURN_NONE;
 }
 
@@ -341,6 +364,7 @@ PhaseClock_dealloc(PhaseClock *self)
 static PyMemberDef PhaseClock_members[] = {
     {"current", T_INT, offsetof(PhaseClock, current), READONLY, NULL},
     FIELD(PhaseClock, since_ns, T_LONGLONG),
+    FIELD(PhaseClock, training_thread, T_ULONG),
     FIELD(PhaseClock, left_training, T_BOOL),
     FIELD(PhaseClock, on_change, T_OBJECT),
     FIELD(PhaseClock, on_interval_end, T_OBJECT),
@@ -822,9 +846,11 @@ have_ended_on_host(PyObject *Py_UNUSED(module), PyObject *calls)
 typedef struct {
     PyObject_HEAD
     PyObject *phase_timer; /* a PhaseClock, or None */
-    PyObject *calls, *works, *under_way, *messages, *coalescing, *known_groups;
+    PyObject *calls, *works, *under_way, *messages, *coalescing, *known_groups, *new_batch;
+    PyObject *stream_waits;
     unsigned long long training_thread;
-    char is_draining;
+    long long left_out, num_gaps;
+    char is_draining, sees_device;
 } RecorderFields;
 
 static int
@@ -837,6 +863,8 @@ RecorderFields_traverse(RecorderFields *self, visitproc visit, void *arg)
     Py_VISIT(self->messages);
     Py_VISIT(self->coalescing);
     Py_VISIT(self->known_groups);
+    Py_VISIT(self->new_batch);
+    Py_VISIT(self->stream_waits);
     return 0;
 }
 
@@ -850,6 +878,8 @@ RecorderFields_clear(RecorderFields *self)
     Py_CLEAR(self->messages);
     Py_CLEAR(self->coalescing);
     Py_CLEAR(self->known_groups);
+    Py_CLEAR(self->new_batch);
+    Py_CLEAR(self->stream_waits);
     return 0;
 }
 
@@ -869,6 +899,11 @@ static PyMemberDef RecorderFields_members[] = {
     PRIVATE(RecorderFields, messages, T_OBJECT_EX),
     PRIVATE(RecorderFields, coalescing, T_OBJECT_EX),
     PRIVATE(RecorderFields, known_groups, T_OBJECT_EX),
+    PRIVATE(RecorderFields, new_batch, T_OBJECT_EX),
+    FIELD(RecorderFields, stream_waits, T_OBJECT_EX),
+    PRIVATE(RecorderFields, left_out, T_LONGLONG),
+    PRIVATE(RecorderFields, num_gaps, T_LONGLONG),
+    PRIVATE(RecorderFields, sees_device, T_BOOL),
     PRIVATE(RecorderFields, training_thread, T_ULONGLONG),
     PRIVATE(RecorderFields, is_draining, T_BOOL),
     END_OF_FIELDS,
@@ -890,7 +925,43 @@ RecorderFields_take_calls(RecorderFields *self, PyObject *Py_UNUSED(ignored))
     return calls == NULL ? PyList_New(0) : calls;
 }
 
+/* Adds an integer that is an attribute of an object. Returns 0, or -1 after an error. */
+static int
+add_attribute(PyObject *object, PyObject *name, long long *sum)
+{
+    PyObject *number = PyObject_GetAttr(object, name);
+    long long value = number == NULL ? -1 : PyLong_AsLongLong(number);
+    Py_XDECREF(number);
+    *sum += value;
+    return value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Returns a batch of the calls so far. With calls on a device, and while the watch thread takes
+ * calls, Python code does. */
+static PyObject *
+RecorderFields_drain(RecorderFields *self, PyObject *Py_UNUSED(ignored))
+{
+    PyObject *calls = NULL;
+    long long num_gaps = self->left_out;
+    if (!self->sees_device && self->new_batch != NULL && self->stream_waits != NULL) {
+        if (add_attribute(self->stream_waits, s_dropped_in_capture, &num_gaps) < 0 ||
+            add_attribute(self->stream_waits, s_replayed_calls, &num_gaps) < 0 ||
+            (calls = RecorderFields_take_calls(self, NULL)) == NULL)
+            return NULL;
+        if (calls == Py_None)
+            Py_CLEAR(calls);
+    }
+    if (calls == NULL)
+        return PyObject_CallMethodNoArgs((PyObject *)self, s_drain_in_python);
+    PyObject *parts[] = {calls, Py_None, TRUTH(num_gaps == self->num_gaps)};
+    PyObject *batch = PyObject_Vectorcall(self->new_batch, parts, 3, NULL);
+    self->num_gaps = num_gaps;
+    Py_DECREF(calls);
+    return batch;
+}
+
 static PyMethodDef RecorderFields_methods[] = {
+    {"drain", (PyCFunction)RecorderFields_drain, METH_NOARGS, NULL},
     {"_take_calls", (PyCFunction)RecorderFields_take_calls, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -2942,6 +3013,907 @@ static PyTypeObject Constructor_Type = {
     .tp_dealloc = (destructor)Constructor_dealloc,
 };
 
+/* ---- MemoryHookFields, StepCollectorFields, EngineHookFields: see hot_path.py ---- */
+
+/* The phases of the passes, by their numbers in phase_timer.py. */
+enum { FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3 };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *forecasts, *known_shape, *known_risks;
+    double reading_due;
+    long micro_batch;
+} MemoryHookFields;
+
+static int
+MemoryHookFields_traverse(MemoryHookFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->forecasts);
+    Py_VISIT(self->known_shape);
+    Py_VISIT(self->known_risks);
+    return 0;
+}
+
+static int
+MemoryHookFields_clear(MemoryHookFields *self)
+{
+    Py_CLEAR(self->forecasts);
+    Py_CLEAR(self->known_shape);
+    Py_CLEAR(self->known_risks);
+    return 0;
+}
+
+static void
+MemoryHookFields_dealloc(MemoryHookFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    MemoryHookFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef MemoryHookFields_members[] = {
+    FIELD(MemoryHookFields, micro_batch, T_LONG),
+    FIELD(MemoryHookFields, reading_due, T_DOUBLE),
+    PRIVATE(MemoryHookFields, forecasts, T_OBJECT_EX),
+    PRIVATE(MemoryHookFields, known_shape, T_OBJECT_EX),
+    PRIVATE(MemoryHookFields, known_risks, T_OBJECT_EX),
+    END_OF_FIELDS,
+};
+
+static PyTypeObject MemoryHookFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.MemoryHookFields",
+    .tp_basicsize = sizeof(MemoryHookFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)MemoryHookFields_dealloc,
+    .tp_traverse = (traverseproc)MemoryHookFields_traverse,
+    .tp_clear = (inquiry)MemoryHookFields_clear,
+    .tp_members = MemoryHookFields_members,
+};
+
+/* Whether a field of kind T_OBJECT is None. */
+static int
+is_none(PyObject *field)
+{
+    return field == NULL || field == Py_None;
+}
+
+/* Returns the clock of a field, borrowed; NULL if it is of another class, as in tests. */
+static PhaseClock *
+clock_of(PyObject *timer)
+{
+    return timer != NULL && PyObject_TypeCheck(timer, &PhaseClock_Type) ? (PhaseClock *)timer : NULL;
+}
+
+/* Returns the hooks on memory of a field, borrowed; NULL if they are of another class. */
+static MemoryHookFields *
+memory_of(PyObject *memory)
+{
+    int is_known = memory != NULL && PyObject_TypeCheck(memory, &MemoryHookFields_Type);
+    return is_known ? (MemoryHookFields *)memory : NULL;
+}
+
+/* Returns the number of a tensor in host memory, by a ScalarReader. NULL without an exception if it
+ * is another object, or must be read by Python code; with one only after an interrupt. */
+static PyObject *
+value_in(PyObject *reader, PyObject *source)
+{
+    PyObject *value = NULL;
+    if (reader != NULL && Py_IS_TYPE(reader, &ScalarReader_Type))
+        value = read_scalar((ScalarReader *)reader, source);
+    if (value == NULL && !is_interrupt())
+        PyErr_Clear();
+    return value;
+}
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *phase_timer, *memory, *calls, *device_phases, *enqueue, *new_step, *read_value;
+    PyObject *take_unseen, *gradient_norm, *learning_rate, *trace, *profile, *modules;
+    double coverage_due;
+    unsigned long training_thread;
+    char scales_loss;
+} StepCollectorFields;
+
+static int
+StepCollectorFields_traverse(StepCollectorFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->phase_timer);
+    Py_VISIT(self->memory);
+    Py_VISIT(self->calls);
+    Py_VISIT(self->device_phases);
+    Py_VISIT(self->enqueue);
+    Py_VISIT(self->new_step);
+    Py_VISIT(self->read_value);
+    Py_VISIT(self->take_unseen);
+    Py_VISIT(self->gradient_norm);
+    Py_VISIT(self->learning_rate);
+    Py_VISIT(self->trace);
+    Py_VISIT(self->profile);
+    Py_VISIT(self->modules);
+    return 0;
+}
+
+static int
+StepCollectorFields_clear(StepCollectorFields *self)
+{
+    Py_CLEAR(self->phase_timer);
+    Py_CLEAR(self->memory);
+    Py_CLEAR(self->calls);
+    Py_CLEAR(self->device_phases);
+    Py_CLEAR(self->enqueue);
+    Py_CLEAR(self->new_step);
+    Py_CLEAR(self->read_value);
+    Py_CLEAR(self->take_unseen);
+    Py_CLEAR(self->gradient_norm);
+    Py_CLEAR(self->learning_rate);
+    Py_CLEAR(self->trace);
+    Py_CLEAR(self->profile);
+    Py_CLEAR(self->modules);
+    return 0;
+}
+
+static void
+StepCollectorFields_dealloc(StepCollectorFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    StepCollectorFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Whether nothing but the step itself is due, so that the common way is enough. */
+static int
+is_common_step(StepCollectorFields *self)
+{
+    PhaseClock *clock = clock_of(self->phase_timer);
+    MemoryHookFields *memory = memory_of(self->memory);
+    double now = (double)now_ns() / 1e9; /* as time.monotonic */
+    return clock != NULL && memory != NULL && is_none(self->take_unseen) && !self->scales_loss &&
+           now < self->coverage_due && now < memory->reading_due && is_none(clock->on_change) &&
+           is_none(clock->intervals) && clock->training_thread == self->training_thread &&
+           self->new_step != NULL && self->calls != NULL && self->enqueue != NULL &&
+           self->gradient_norm != NULL && self->learning_rate != NULL && self->trace != NULL &&
+           self->modules != NULL;
+}
+
+/* Returns the gradient norm. If it cannot be read here, Python code counts why. */
+static PyObject *
+gradient_norm_of(StepCollectorFields *self, PyObject *engine)
+{
+    if (!is_off(self->gradient_norm)) {
+        PyObject *norm = PyObject_CallMethodNoArgs(engine, s_get_global_grad_norm);
+        if (norm != NULL && (PyFloat_CheckExact(norm) || norm == Py_None))
+            return norm;
+        PyObject *value = norm == NULL ? NULL : value_in(self->read_value, norm);
+        Py_XDECREF(norm);
+        if (value != NULL || is_interrupt())
+            return value;
+        PyErr_Clear();
+    }
+    return PyObject_CallOneArg(self->gradient_norm, engine);
+}
+
+/* Returns the learning rate of the first group of parameters, as gradient_norm_of. */
+static PyObject *
+learning_rate_of(StepCollectorFields *self, PyObject *engine)
+{
+    PyObject *rate = NULL;
+    if (!is_off(self->learning_rate)) {
+        PyObject *optimizer = PyObject_GetAttr(engine, s_optimizer);
+        PyObject *groups = optimizer == NULL ? NULL : PyObject_GetAttr(optimizer, s_param_groups);
+        if (groups != NULL && PyList_CheckExact(groups) && PyList_GET_SIZE(groups) > 0 &&
+            PyDict_CheckExact(PyList_GET_ITEM(groups, 0)))
+            rate = PyDict_GetItemWithError(PyList_GET_ITEM(groups, 0), s_lr);
+        rate = rate != NULL && PyFloat_CheckExact(rate) ? Py_NewRef(rate) : NULL;
+        Py_XDECREF(groups);
+        Py_XDECREF(optimizer);
+        if (rate != NULL || is_interrupt())
+            return rate;
+        PyErr_Clear();
+    }
+    return PyObject_CallOneArg(self->learning_rate, engine);
+}
+
+/* Returns the labels of the script's own span; None if there is none. */
+static PyObject *
+trace_of(StepCollectorFields *self)
+{
+    int is_loaded = PyDict_Contains(self->modules, s_opentelemetry);
+    if (is_loaded < 0)
+        return NULL;
+    return is_loaded ? PyObject_CallNoArgs(self->trace) : Py_NewRef(Py_None);
+}
+
+/* As time.time(). */
+static PyObject *
+time_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return PyFloat_FromDouble((double)(now.tv_sec * 1000000000LL + now.tv_nsec) / 1e9);
+}
+
+/* Returns the raw step: its fields in the order of raw_step.py. */
+static PyObject *
+make_step(StepCollectorFields *self, PyObject *engine, PyObject *counts)
+{
+    enum { NUM_PARTS = 13 };
+    PyObject *parts[NUM_PARTS] = {NULL}, *step = NULL;
+    int is_on_device = !is_none(self->device_phases);
+    if ((parts[0] = PyObject_GetAttr(engine, s_global_steps)) == NULL ||
+        (parts[1] = time_now()) == NULL ||
+        (parts[2] = PhaseClock_drain((PhaseClock *)self->phase_timer, NULL)) == NULL ||
+        (parts[3] = PyTuple_New(0)) == NULL)
+        goto end;
+    parts[4] = Py_NewRef(counts);
+    parts[5] = Py_NewRef(Py_None); /* the coverage */
+    if ((parts[6] = gradient_norm_of(self, engine)) == NULL ||
+        (parts[7] = learning_rate_of(self, engine)) == NULL)
+        goto end;
+    parts[8] = Py_NewRef(Py_None); /* the loss scale */
+    if ((parts[9] = trace_of(self)) == NULL)
+        goto end;
+    parts[10] = Py_NewRef(Py_None); /* the sample of memory */
+    if ((parts[11] = PyObject_CallMethodNoArgs(self->calls, s_drain)) == NULL)
+        goto end;
+    parts[12] = is_on_device ? PyObject_CallMethodNoArgs(self->device_phases, s_end_step)
+                             : Py_NewRef(Py_None);
+    if (parts[12] != NULL)
+        step = PyObject_Vectorcall(self->new_step, parts, NUM_PARTS, NULL);
+end:
+    for (int i = 0; i < NUM_PARTS; i++)
+        Py_XDECREF(parts[i]);
+    return step;
+}
+
+/* Chooses whether the calls of the step after this one are sampled. Only ends of calls on a device
+ * are. */
+static int
+begin_next_step(StepCollectorFields *self, PyObject *number)
+{
+    PyObject *one = PyLong_FromLong(1), *next = one == NULL ? NULL : PyNumber_Add(number, one);
+    PyObject *result =
+        next == NULL ? NULL : PyObject_CallMethodOneArg(self->calls, s_begin_step, next);
+    Py_XDECREF(one);
+    Py_XDECREF(next);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static PyObject *
+StepCollectorFields_on_step_end(StepCollectorFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2 || !is_common_step(self)) {
+        PyObject *all[] = {(PyObject *)self, num_args > 0 ? args[0] : NULL,
+                           num_args > 1 ? args[1] : NULL};
+        Py_ssize_t num_all = num_args < 2 ? num_args + 1 : 3;
+        return PyObject_VectorcallMethod(s_collect_in_python, all, (size_t)num_all, NULL);
+    }
+    PyObject *number = NULL, *result = NULL, *step = make_step(self, args[0], args[1]);
+    if (step != NULL)
+        number = PyObject_GetAttr(step, s_step);
+    if (number == NULL || (!is_none(self->device_phases) && begin_next_step(self, number) < 0))
+        goto end;
+    result = PyObject_CallOneArg(self->enqueue, step);
+    if (result != NULL && !is_none(self->profile))
+        Py_SETREF(result, PyObject_CallOneArg(self->profile, number));
+end:
+    Py_XDECREF(number);
+    Py_XDECREF(step);
+    return result;
+}
+
+static PyMemberDef StepCollectorFields_members[] = {
+    PRIVATE(StepCollectorFields, phase_timer, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, memory, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, calls, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, device_phases, T_OBJECT),
+    PRIVATE(StepCollectorFields, enqueue, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, new_step, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, read_value, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, take_unseen, T_OBJECT),
+    PRIVATE(StepCollectorFields, gradient_norm, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, learning_rate, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, trace, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, profile, T_OBJECT),
+    PRIVATE(StepCollectorFields, modules, T_OBJECT_EX),
+    PRIVATE(StepCollectorFields, coverage_due, T_DOUBLE),
+    PRIVATE(StepCollectorFields, training_thread, T_ULONG),
+    PRIVATE(StepCollectorFields, scales_loss, T_BOOL),
+    END_OF_FIELDS,
+};
+
+static PyMethodDef StepCollectorFields_methods[] = {
+    {"on_step_end", (PyCFunction)(void (*)(void))StepCollectorFields_on_step_end, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject StepCollectorFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.StepCollectorFields",
+    .tp_basicsize = sizeof(StepCollectorFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)StepCollectorFields_dealloc,
+    .tp_traverse = (traverseproc)StepCollectorFields_traverse,
+    .tp_clear = (inquiry)StepCollectorFields_clear,
+    .tp_members = StepCollectorFields_members,
+    .tp_methods = StepCollectorFields_methods,
+};
+
+/* The slots of StepCounts and BatchShape that are read and written, see raw_step.py. */
+enum {
+    C_MICRO_BATCHES, C_SAMPLES, C_TOKENS, C_LENGTH, C_LOSSES, C_SKIPPED, NUM_C_SLOTS,
+};
+enum { S_SAMPLES, S_TOKENS, S_LENGTH, NUM_S_SLOTS };
+static PyObject **const names_in_counts[NUM_C_SLOTS] = {
+    &s_micro_batches, &s_samples, &s_tokens, &s_sequence_length, &s_losses, &s_skipped,
+};
+static PyObject **const names_in_shape[NUM_S_SLOTS] = {&s_samples, &s_tokens, &s_sequence_length};
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *engine, *phase_timer, *memory, *generation, *collect, *new_counts;
+    PyObject *counts, *shapes, *loss, *output, *steps_before, *skipped_before;
+    PyObject *tensor_type, *is_grad_enabled, *read_shape, *read_value, *on_batch_start, *read_loss;
+    PyTypeObject *counts_type, *shape_type;
+    Py_ssize_t in_counts[NUM_C_SLOTS], in_shape[NUM_S_SLOTS];
+    char inside_backward, plain_backward, is_pipeline, losses_are_divided;
+} EngineHookFields;
+
+static int
+EngineHookFields_traverse(EngineHookFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->engine);
+    Py_VISIT(self->phase_timer);
+    Py_VISIT(self->memory);
+    Py_VISIT(self->generation);
+    Py_VISIT(self->collect);
+    Py_VISIT(self->new_counts);
+    Py_VISIT(self->counts);
+    Py_VISIT(self->shapes);
+    Py_VISIT(self->loss);
+    Py_VISIT(self->output);
+    Py_VISIT(self->steps_before);
+    Py_VISIT(self->skipped_before);
+    Py_VISIT(self->tensor_type);
+    Py_VISIT(self->is_grad_enabled);
+    Py_VISIT(self->read_shape);
+    Py_VISIT(self->read_value);
+    Py_VISIT(self->on_batch_start);
+    Py_VISIT(self->read_loss);
+    Py_VISIT(self->counts_type);
+    Py_VISIT(self->shape_type);
+    return 0;
+}
+
+static int
+EngineHookFields_clear(EngineHookFields *self)
+{
+    Py_CLEAR(self->engine);
+    Py_CLEAR(self->phase_timer);
+    Py_CLEAR(self->memory);
+    Py_CLEAR(self->generation);
+    Py_CLEAR(self->collect);
+    Py_CLEAR(self->new_counts);
+    Py_CLEAR(self->counts);
+    Py_CLEAR(self->shapes);
+    Py_CLEAR(self->loss);
+    Py_CLEAR(self->output);
+    Py_CLEAR(self->steps_before);
+    Py_CLEAR(self->skipped_before);
+    Py_CLEAR(self->tensor_type);
+    Py_CLEAR(self->is_grad_enabled);
+    Py_CLEAR(self->read_shape);
+    Py_CLEAR(self->read_value);
+    Py_CLEAR(self->on_batch_start);
+    Py_CLEAR(self->read_loss);
+    Py_CLEAR(self->counts_type);
+    Py_CLEAR(self->shape_type);
+    return 0;
+}
+
+static void
+EngineHookFields_dealloc(EngineHookFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    EngineHookFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Calls the method in Python that does the same, in any case. */
+static PyObject *
+in_python(EngineHookFields *self, PyObject *name, PyObject *const *args)
+{
+    PyObject *all[] = {(PyObject *)self, args[0], args[1]};
+    return PyObject_VectorcallMethod(name, all, 3, NULL);
+}
+
+/* Returns a new reference to the engine; NULL without an exception if it is gone. */
+static PyObject *
+engine_of(EngineHookFields *self)
+{
+    if (self->engine == NULL || !PyWeakref_Check(self->engine))
+        return NULL;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *engine;
+    return PyWeakref_GetRef(self->engine, &engine) == 1 ? engine : NULL;
+#else
+    PyObject *engine = PyWeakref_GetObject(self->engine);
+    return engine == Py_None ? NULL : Py_XNewRef(engine);
+#endif
+}
+
+/* Finds the slots of a class. Returns whether the class has all of them. */
+static int
+has_slots(PyTypeObject **known, PyTypeObject *type, Py_ssize_t *places, PyObject **const *names,
+          int num_names)
+{
+    if (*known == type)
+        return 1;
+    for (int i = 0; i < num_names; i++)
+        if ((places[i] = place_of_slot(type, *names[i])) <= 0) {
+            PyErr_Clear();
+            return 0;
+        }
+    Py_XSETREF(*known, (PyTypeObject *)Py_NewRef((PyObject *)type));
+    return 1;
+}
+
+static PyObject **
+slot_at(PyObject *object, Py_ssize_t place)
+{
+    return (PyObject **)((char *)object + place);
+}
+
+/* Whether the counts of the step are of the class that is known. */
+static int
+are_counts_known(EngineHookFields *self)
+{
+    if (self->counts == NULL || !has_slots(&self->counts_type, Py_TYPE(self->counts),
+                                           self->in_counts, names_in_counts, NUM_C_SLOTS))
+        return 0;
+    PyObject *micro_batches = *slot_at(self->counts, self->in_counts[C_MICRO_BATCHES]);
+    PyObject *losses = *slot_at(self->counts, self->in_counts[C_LOSSES]);
+    return micro_batches != NULL && PyLong_CheckExact(micro_batches) && losses != NULL &&
+           PyList_CheckExact(losses);
+}
+
+/* Returns the shape of a batch on which the model trains; NULL if Python code must read it. */
+static PyObject *
+trained_shape(EngineHookFields *self, PyObject *const *both)
+{
+    PyObject *engine = engine_of(self);
+    if (engine == NULL)
+        return NULL;
+    PyObject *module = PyObject_GetAttr(engine, s_module);
+    int trains = module != NULL && is_attribute(module, s_training, Py_True, 0);
+    Py_XDECREF(module);
+    Py_DECREF(engine);
+    PyObject *enabled = trains ? PyObject_CallNoArgs(self->is_grad_enabled) : NULL;
+    Py_XDECREF(enabled); /* only compared */
+    return enabled == Py_True ? PyObject_Vectorcall(self->read_shape, both, 2, NULL) : NULL;
+}
+
+/* Whether the batch has a shape that was assessed by the present forecasts. Notes its number. */
+static int
+is_known_batch(EngineHookFields *self, PyObject *shape, long number)
+{
+    MemoryHookFields *memory = memory_of(self->memory);
+    if (memory == NULL || is_off(self->on_batch_start) || memory->known_shape != shape ||
+        memory->forecasts == NULL)
+        return 0;
+    PyObject *risks = PyObject_GetAttr(memory->forecasts, s_known_risks);
+    Py_XDECREF(risks); /* only compared */
+    if (risks == NULL)
+        PyErr_Clear();
+    memory->micro_batch = number;
+    return risks != NULL && risks == memory->known_risks;
+}
+
+static PyObject *
+EngineHookFields_begin_forward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call");
+        return NULL;
+    }
+    PhaseClock *clock = clock_of(self->phase_timer);
+    int is_common = clock != NULL && !self->plain_backward && self->is_grad_enabled != NULL &&
+                    self->read_shape != NULL && self->on_batch_start != NULL &&
+                    self->shapes != NULL && PyList_CheckExact(self->shapes) &&
+                    are_counts_known(self);
+    PyObject *shape = is_common ? trained_shape(self, args) : NULL;
+    if (shape == NULL) {
+        if (is_interrupt())
+            return NULL;
+        PyErr_Clear();
+        return in_python(self, s_on_forward_start, args);
+    }
+    long number = PyLong_AsLong(*slot_at(self->counts, self->in_counts[C_MICRO_BATCHES])) + 1;
+    PyObject *result = NULL;
+    if (PyList_Append(self->shapes, shape) == 0 && enter_phase(clock, FORWARD) == 0) {
+        if (is_known_batch(self, shape, number))
+            result = Py_NewRef(Py_None);
+        else
+            result = PyObject_CallFunction(self->on_batch_start, "Ol", shape, number);
+    }
+    Py_DECREF(shape);
+    return result;
+}
+
+static PyObject *
+EngineHookFields_end_forward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected a result and whether the call returned");
+        return NULL;
+    }
+    PhaseClock *clock = clock_of(self->phase_timer);
+    if (clock == NULL || args[1] != Py_True || self->tensor_type == NULL ||
+        !PyType_Check(self->tensor_type) ||
+        !PyObject_TypeCheck(args[0], (PyTypeObject *)self->tensor_type))
+        return in_python(self, s_on_forward_end, args);
+    if (leave_phase(clock) < 0)
+        return NULL;
+    PyObject *output = PyWeakref_NewRef(args[0], NULL);
+    if (output == NULL)
+        return NULL;
+    Py_XSETREF(self->output, output);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+EngineHookFields_begin_backward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call");
+        return NULL;
+    }
+    PhaseClock *clock = clock_of(self->phase_timer);
+    if (clock == NULL || PyTuple_GET_SIZE(args[0]) != 1 || PyDict_GET_SIZE(args[1]) != 0 ||
+        self->losses_are_divided || self->read_loss == NULL)
+        return in_python(self, s_on_backward_start, args);
+    self->inside_backward = 1;
+    if (enter_phase(clock, BACKWARD) < 0)
+        return NULL;
+    PyObject *source = PyTuple_GET_ITEM(args[0], 0), *loss = value_in(self->read_value, source);
+    if (loss == NULL && !PyErr_Occurred())
+        loss = PyObject_CallOneArg(self->read_loss, source);
+    if (loss == NULL)
+        return NULL;
+    Py_XSETREF(self->loss, loss);
+    Py_RETURN_NONE;
+}
+
+/* Adds to a count, which is None until something was added. */
+static int
+add_count(PyObject **total, PyObject *more)
+{
+    PyObject *sum = *total == Py_None ? Py_NewRef(more) : PyNumber_Add(*total, more);
+    if (sum == NULL)
+        return -1;
+    Py_SETREF(*total, sum);
+    return 0;
+}
+
+/* Adds the shape of a forward pass to the counts. */
+static int
+add_shape(EngineHookFields *self, PyObject *shape)
+{
+    PyObject *samples = *slot_at(shape, self->in_shape[S_SAMPLES]);
+    PyObject *tokens = *slot_at(shape, self->in_shape[S_TOKENS]);
+    PyObject *length = *slot_at(shape, self->in_shape[S_LENGTH]);
+    if (samples != Py_None &&
+        add_count(slot_at(self->counts, self->in_counts[C_SAMPLES]), samples) < 0)
+        return -1;
+    if (tokens == Py_None)
+        return 0;
+    set_object(slot_at(self->counts, self->in_counts[C_LENGTH]), length);
+    return add_count(slot_at(self->counts, self->in_counts[C_TOKENS]), tokens);
+}
+
+/* Whether the shapes of the forward passes are of the class that is known. */
+static int
+are_shapes_known(EngineHookFields *self)
+{
+    if (self->shapes == NULL || !PyList_CheckExact(self->shapes))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->shapes); i++) {
+        PyObject *shape = PyList_GET_ITEM(self->shapes, i);
+        if (!has_slots(&self->shape_type, Py_TYPE(shape), self->in_shape, names_in_shape,
+                       NUM_S_SLOTS))
+            return 0;
+        for (int slot = 0; slot < NUM_S_SLOTS; slot++)
+            if (*slot_at(shape, self->in_shape[slot]) == NULL)
+                return 0;
+    }
+    return 1;
+}
+
+/* Adds one micro-batch to the counts, as `add` of StepCounts. */
+static int
+add_micro_batch(EngineHookFields *self)
+{
+    PyObject **number = slot_at(self->counts, self->in_counts[C_MICRO_BATCHES]);
+    PyObject *next = PyLong_FromLong(PyLong_AsLong(*number) + 1);
+    if (next == NULL)
+        return -1;
+    Py_SETREF(*number, next);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->shapes); i++)
+        if (add_shape(self, PyList_GET_ITEM(self->shapes, i)) < 0)
+            return -1;
+    PyObject *loss = self->loss == NULL ? Py_None : self->loss;
+    return PyList_Append(*slot_at(self->counts, self->in_counts[C_LOSSES]), loss);
+}
+
+static PyObject *
+EngineHookFields_end_backward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected a result and whether the call returned");
+        return NULL;
+    }
+    PhaseClock *clock = clock_of(self->phase_timer);
+    if (clock == NULL || args[1] != Py_True || !are_counts_known(self) || !are_shapes_known(self))
+        return in_python(self, s_on_backward_end, args);
+    self->inside_backward = 0;
+    PyObject *none = PyList_New(0);
+    if (none == NULL || leave_phase(clock) < 0 || add_micro_batch(self) < 0) {
+        Py_XDECREF(none);
+        return NULL;
+    }
+    Py_SETREF(self->shapes, none);
+    Py_CLEAR(self->loss);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+EngineHookFields_begin_step(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call");
+        return NULL;
+    }
+    PhaseClock *clock = clock_of(self->phase_timer);
+    int is_common = clock != NULL && !self->plain_backward && !self->is_pipeline &&
+                    is_none(clock->on_change);
+    PyObject *engine = is_common ? engine_of(self) : NULL;
+    if (engine == NULL)
+        return in_python(self, s_on_step_start, args);
+    clock->training_thread = PyThread_get_thread_ident();
+    PyObject *steps = PyObject_GetAttr(engine, s_global_steps);
+    PyObject *skipped = steps == NULL ? NULL : PyObject_GetAttr(engine, s_skipped_steps);
+    Py_DECREF(engine);
+    if (skipped == NULL) {
+        Py_XDECREF(steps);
+        return NULL;
+    }
+    Py_XSETREF(self->steps_before, steps);
+    Py_XSETREF(self->skipped_before, skipped);
+    if (enter_phase(clock, OPTIMIZER) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Returns the counts of the step that has ended, and begins new ones. */
+static PyObject *
+take_counts(EngineHookFields *self, PyObject *engine)
+{
+    PyObject *none = PyList_New(0), *skipped = PyObject_GetAttr(engine, s_skipped_steps);
+    PyObject *new = none == NULL || skipped == NULL ? NULL : PyObject_CallNoArgs(self->new_counts);
+    int was_skipped =
+        new == NULL ? -1 : PyObject_RichCompareBool(skipped, self->skipped_before, Py_NE);
+    Py_XDECREF(skipped);
+    if (was_skipped < 0) {
+        Py_XDECREF(none);
+        Py_XDECREF(new);
+        return NULL;
+    }
+    PyObject *counts = self->counts;
+    self->counts = new;
+    set_object(slot_at(counts, self->in_counts[C_SKIPPED]), TRUTH(was_skipped));
+    Py_XSETREF(self->shapes, none); /* shapes of forward passes without a backward pass */
+    return counts;
+}
+
+static PyObject *
+EngineHookFields_end_step(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected a result and whether the call returned");
+        return NULL;
+    }
+    PhaseClock *clock = clock_of(self->phase_timer);
+    int is_common = clock != NULL && !self->is_pipeline && self->steps_before != NULL &&
+                    self->skipped_before != NULL && self->new_counts != NULL &&
+                    self->collect != NULL && self->generation != NULL && are_counts_known(self) &&
+                    is_attribute(self->generation, s_counts, Py_None, 0);
+    PyObject *engine = is_common ? engine_of(self) : NULL;
+    if (engine == NULL) {
+        if (is_interrupt())
+            return NULL;
+        PyErr_Clear();
+        return in_python(self, s_on_step_end, args);
+    }
+    PyObject *steps = NULL, *result = NULL;
+    if (leave_phase(clock) < 0 || (steps = PyObject_GetAttr(engine, s_global_steps)) == NULL)
+        goto end;
+    int is_same = PyObject_RichCompareBool(steps, self->steps_before, Py_EQ);
+    if (is_same > 0)
+        result = Py_NewRef(Py_None);
+    else if (is_same == 0) {
+        PyObject *both[] = {engine, take_counts(self, engine)};
+        if (both[1] != NULL)
+            result = PyObject_Vectorcall(self->collect, both, 2, NULL);
+        Py_XDECREF(both[1]);
+    }
+end:
+    Py_XDECREF(steps);
+    Py_DECREF(engine);
+    return result;
+}
+
+static PyMemberDef EngineHookFields_members[] = {
+    PRIVATE(EngineHookFields, engine, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, phase_timer, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, memory, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, generation, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, collect, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, new_counts, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, counts, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, shapes, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, loss, T_OBJECT),
+    PRIVATE(EngineHookFields, output, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, steps_before, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, skipped_before, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, tensor_type, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, is_grad_enabled, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, read_shape, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, read_value, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, on_batch_start, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, read_loss, T_OBJECT_EX),
+    PRIVATE(EngineHookFields, inside_backward, T_BOOL),
+    PRIVATE(EngineHookFields, plain_backward, T_BOOL),
+    PRIVATE(EngineHookFields, is_pipeline, T_BOOL),
+    PRIVATE(EngineHookFields, losses_are_divided, T_BOOL),
+    END_OF_FIELDS,
+};
+
+#define METHOD(name) \
+    {"_" #name, (PyCFunction)(void (*)(void))EngineHookFields_##name, METH_FASTCALL, NULL}
+
+static PyMethodDef EngineHookFields_methods[] = {
+    METHOD(begin_forward),
+    METHOD(end_forward),
+    METHOD(begin_backward),
+    METHOD(end_backward),
+    METHOD(begin_step),
+    METHOD(end_step),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject EngineHookFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.EngineHookFields",
+    .tp_basicsize = sizeof(EngineHookFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)EngineHookFields_dealloc,
+    .tp_traverse = (traverseproc)EngineHookFields_traverse,
+    .tp_clear = (inquiry)EngineHookFields_clear,
+    .tp_members = EngineHookFields_members,
+    .tp_methods = EngineHookFields_methods,
+};
+
+/* ---- InboxFields: what `enqueue` reads and writes of monitor/watch_thread.py ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *inbox, *pending, *write_ring, *bell, *step_type;
+    Py_ssize_t waking_items, max_pending;
+    long long num_steps;
+    char is_logged;
+} InboxFields;
+
+static int
+InboxFields_traverse(InboxFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->inbox);
+    Py_VISIT(self->pending);
+    Py_VISIT(self->write_ring);
+    Py_VISIT(self->bell);
+    Py_VISIT(self->step_type);
+    return 0;
+}
+
+static int
+InboxFields_clear(InboxFields *self)
+{
+    Py_CLEAR(self->inbox);
+    Py_CLEAR(self->pending);
+    Py_CLEAR(self->write_ring);
+    Py_CLEAR(self->bell);
+    Py_CLEAR(self->step_type);
+    return 0;
+}
+
+static void
+InboxFields_dealloc(InboxFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    InboxFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Whether an item is a step without a sample of memory, and neither wakes the thread nor is lost. */
+static int
+is_common_item(InboxFields *self, PyObject *item)
+{
+    if ((PyObject *)Py_TYPE(item) != self->step_type || self->inbox == NULL ||
+        self->pending == NULL || self->bell == NULL || (self->is_logged && is_none(self->write_ring)))
+        return 0;
+    Py_ssize_t received = PyObject_Size(self->inbox), pending = PyObject_Size(self->pending);
+    return received >= 0 && pending >= 0 && received < self->waking_items &&
+           received + pending < self->max_pending && is_attribute(item, s_memory, Py_None, 0);
+}
+
+static PyObject *
+InboxFields_enqueue(InboxFields *self, PyObject *item)
+{
+    if (!is_common_item(self, item)) {
+        if (is_interrupt())
+            return NULL;
+        PyErr_Clear();
+        return PyObject_CallMethodOneArg((PyObject *)self, s_enqueue_in_python, item);
+    }
+    self->num_steps++;
+    int can_wait = 1;
+    if (self->is_logged) {
+        PyObject *is_recoverable = PyObject_CallOneArg(self->write_ring, item);
+        if (is_recoverable == NULL)
+            return NULL;
+        can_wait = is_recoverable == Py_True;
+        Py_DECREF(is_recoverable);
+    }
+    PyObject *result = PyObject_CallMethodOneArg(self->inbox, s_append, item);
+    if (result != NULL && !can_wait)
+        Py_SETREF(result, PyObject_CallMethodOneArg(self->bell, s_put, Py_None));
+    return result;
+}
+
+static PyMemberDef InboxFields_members[] = {
+    PRIVATE(InboxFields, inbox, T_OBJECT_EX),
+    PRIVATE(InboxFields, pending, T_OBJECT_EX),
+    PRIVATE(InboxFields, write_ring, T_OBJECT),
+    PRIVATE(InboxFields, bell, T_OBJECT_EX),
+    PRIVATE(InboxFields, step_type, T_OBJECT_EX),
+    PRIVATE(InboxFields, waking_items, T_PYSSIZET),
+    PRIVATE(InboxFields, max_pending, T_PYSSIZET),
+    FIELD(InboxFields, num_steps, T_LONGLONG),
+    PRIVATE(InboxFields, is_logged, T_BOOL),
+    END_OF_FIELDS,
+};
+
+static PyMethodDef InboxFields_methods[] = {
+    {"enqueue", (PyCFunction)InboxFields_enqueue, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject InboxFields_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "zerowatch.runtime.common._hot_path.InboxFields",
+    .tp_basicsize = sizeof(InboxFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)InboxFields_dealloc,
+    .tp_traverse = (traverseproc)InboxFields_traverse,
+    .tp_clear = (inquiry)InboxFields_clear,
+    .tp_members = InboxFields_members,
+    .tp_methods = InboxFields_methods,
+};
+
 /* ---- the module ---- */
 
 static PyMethodDef functions[] = {
@@ -3010,6 +3982,33 @@ make_names(void)
         {&s_shape, "shape"},
         {&s_is_floating_point, "is_floating_point"},
         {&s_storage_offset, "storage_offset"},
+        {&s_global_steps, "global_steps"},
+        {&s_skipped_steps, "skipped_steps"},
+        {&s_module, "module"},
+        {&s_training, "training"},
+        {&s_optimizer, "optimizer"},
+        {&s_param_groups, "param_groups"},
+        {&s_lr, "lr"},
+        {&s_get_global_grad_norm, "get_global_grad_norm"},
+        {&s_drain, "drain"},
+        {&s_end_step, "end_step"},
+        {&s_begin_step, "begin_step"},
+        {&s_known_risks, "known_risks"},
+        {&s_sequence_length, "sequence_length"},
+        {&s_opentelemetry, "opentelemetry.trace"},
+        {&s_dropped_in_capture, "dropped_in_capture"},
+        {&s_replayed_calls, "replayed_calls"},
+        {&s_drain_in_python, "_drain"},
+        {&s_enqueue_in_python, "_enqueue"},
+        {&s_memory, "memory"},
+        {&s_put, "put"},
+        {&s_collect_in_python, "_collect"},
+        {&s_on_forward_start, "_on_forward_start"},
+        {&s_on_forward_end, "_on_forward_end"},
+        {&s_on_backward_start, "_on_backward_start"},
+        {&s_on_backward_end, "_on_backward_end"},
+        {&s_on_step_start, "_on_step_start"},
+        {&s_on_step_end, "_on_step_end"},
     };
     for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
@@ -3030,6 +4029,8 @@ PyInit__hot_path(void)
         &CollectiveCall_Type,     &RecorderFields_Type, &WrapperState_Type,   &CallEnd_Type,
         &RecordedFunction_Type, &RecordedWait_Type,   &ScalarReader_Type,     &StepSlots_Type,
         &HookState_Type,      &HookedCall_Type,       &ShapeReader_Type,      &Constructor_Type,
+        &MemoryHookFields_Type, &StepCollectorFields_Type, &EngineHookFields_Type,
+        &InboxFields_Type,
     };
     if (make_names() < 0)
         return NULL;

@@ -70,6 +70,7 @@ class PhaseClock:
         "on_change",
         "on_interval_end",
         "since_ns",
+        "training_thread",
     )
 
     def __init__(
@@ -90,6 +91,7 @@ class PhaseClock:
         self.on_interval_end: Callable[[int], object] | None = None
         self.current = first
         self.since_ns = 0
+        self.training_thread = 0
 
     def enter(self, phase: int) -> None:
         """Begin a phase inside the current phase."""
@@ -372,22 +374,44 @@ class RecorderFields:
         "_coalescing",
         "_is_draining",
         "_known_groups",
+        "_left_out",
         "_messages",
+        "_new_batch",
+        "_num_gaps",
         "_phase_timer",
+        "_sees_device",
         "_training_thread",
         "_under_way",
         "_works",
+        "stream_waits",
     )
 
     _calls: list[Any]
     _is_draining: bool
     _coalescing: Mapping[Any, list[Any]]
     _known_groups: dict[int, Any]
+    _left_out: int
     _messages: dict[int, list[Any]]
+    _new_batch: Callable[..., Any]
+    _num_gaps: int
     _phase_timer: Any
+    _sees_device: bool
     _training_thread: int
     _under_way: set[Any]
     _works: dict[int, tuple[Callable[[], Any], Any]]
+    stream_waits: Any
+
+    def drain(self) -> Any:
+        """Return the calls recorded since the last drain. Called on the thread that issues them.
+
+        Calls of the batch before that nothing has waited for are not timed. The calls are not lost
+        if the device's driver raises an error: only their times are. In C, without `_drain` until
+        there was a call on a device.
+        """
+        return self._drain()
+
+    def _drain(self) -> Any:
+        raise NotImplementedError
 
     def _take_calls(self) -> list[Any] | None:
         """Return the calls so far, and begin a new list. Return None while `_is_draining`."""
@@ -543,8 +567,130 @@ class StepSlots:
         return self.is_recoverable
 
 
+class InboxFields:
+    """The fields of `WatchThread` for what the training thread enqueues."""
+
+    _bell: Any
+    _inbox: Any
+    _is_logged: bool
+    _max_pending: int
+    _pending: Any
+    _step_type: type[Any]
+    _waking_items: int
+    _write_ring: Callable[[Any], bool | None] | None
+    num_steps: int
+
+    def enqueue(self, item: Any) -> None:
+        """Add a batch of calls or a raw step to the queue. Called on the training thread.
+
+        In C, without `_enqueue` for a step that has no sample of memory and wakes nobody.
+        """
+        self._enqueue(item)
+
+    def _enqueue(self, item: Any) -> None:
+        raise NotImplementedError
+
+
+class MemoryHookFields:
+    """The fields of `MemoryHooks` that the hooks of each step read and write."""
+
+    _forecasts: Any
+    _known_shape: Any
+    _known_risks: Any
+    micro_batch: int
+    reading_due: float
+
+
+class StepCollectorFields:
+    """The fields of a `StepCollector`, which makes the common steps in C."""
+
+    _calls: Any
+    _coverage_due: float
+    _device_phases: Any
+    _enqueue: Callable[[Any], object]
+    _gradient_norm: Callable[[Any], Any]
+    _learning_rate: Callable[[Any], Any]
+    _memory: Any
+    _modules: dict[str, Any]
+    _new_step: Callable[..., Any]
+    _phase_timer: Any
+    _profile: Callable[[int], object] | None
+    _read_value: Callable[[Any], float | None]
+    _scales_loss: bool
+    _take_unseen: Callable[[], Any] | None
+    _trace: Callable[[], Any]
+    _training_thread: int
+
+    def on_step_end(self, engine: Any, counts: Any) -> None:
+        """Enqueue the step of these micro-batches of the engine.
+
+        In C, without `_collect` if the step has neither a reading of memory nor of the coverage, no
+        detailed sample and no loss scale.
+        """
+        self._collect(engine, counts)
+
+    def _collect(self, engine: Any, counts: Any) -> None:
+        raise NotImplementedError
+
+
+class EngineHookFields:
+    """The fields of `EngineHooks`, and the hooks of the common passes.
+
+    Each hook does what the method `_on_...` of the same pass does. In C, it calls this method only
+    for passes that are not common: of a pipeline, with other arguments, while memory is sampled in
+    detail, or after an exception.
+    """
+
+    _collect: Callable[[Any, Any], object]
+    _counts: Any
+    _engine: Callable[[], Any]
+    _generation: Any
+    _inside_backward: bool
+    _is_grad_enabled: Callable[[], bool]
+    _is_pipeline: bool
+    _loss: Any
+    _losses_are_divided: bool
+    _memory: Any
+    _new_counts: Callable[[], Any]
+    _on_backward_end: Callable[[Any, bool], None]
+    _on_backward_start: Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+    _on_batch_start: Callable[[Any, int], object]
+    _on_forward_end: Callable[[Any, bool], None]
+    _on_forward_start: Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+    _on_step_end: Callable[[Any, bool], None]
+    _on_step_start: Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+    _output: Callable[[], Any]
+    _phase_timer: Any
+    _plain_backward: bool
+    _read_loss: Callable[[Any], Any]
+    _read_shape: Callable[..., Any]
+    _read_value: Callable[[Any], float | None]
+    _shapes: list[Any]
+    _skipped_before: int
+    _steps_before: int
+    _tensor_type: type[Any]
+
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._on_forward_start(args, kwargs)
+
+    def _end_forward(self, output: Any, returned: bool) -> None:
+        self._on_forward_end(output, returned)
+
+    def _begin_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._on_backward_start(args, kwargs)
+
+    def _end_backward(self, result: Any, returned: bool) -> None:
+        self._on_backward_end(result, returned)
+
+    def _begin_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._on_step_start(args, kwargs)
+
+    def _end_step(self, result: Any, returned: bool) -> None:
+        self._on_step_end(result, returned)
+
+
 # That of the extension must be the same: one that was built for other code may be left.
-VERSION = 4
+VERSION = 6
 IS_COMPILED = False
 # Only in C: functions that record the common calls of a collective, and the waits for them, and
 # readers of scalars and of the shapes of batches. Without them, `instrument.py`, `device_scalar.py`
@@ -572,7 +718,8 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
             *(built.CollectiveCall, built.RecorderFields, built.WrapperState),
             *(built.RecordedFunction, built.RecordedWait, built.ScalarReader, built.StepSlots),
             *(built.HookState, built.HookedCall, built.ShapeReader, built.Constructor),
-            built.have_ended_on_host,
+            *(built.have_ended_on_host, built.MemoryHookFields, built.StepCollectorFields),
+            *(built.EngineHookFields, built.InboxFields),
         )
     except (ImportError, AttributeError):  # it was not built, or for another version of zerowatch
         pass
@@ -581,7 +728,8 @@ if os.environ.get(VARIABLE) != "python" and not TYPE_CHECKING:
         PhaseClock, Hook, RankSetFields, GroupFields = classes[:4]
         CollectiveCall, RecorderFields, WrapperState = classes[4:7]
         RecordedFunction, RecordedWait, ScalarReader, StepSlots = classes[7:11]
-        HookState, HookedCall, ShapeReader, _Constructor, have_ended_on_host = classes[11:]
+        HookState, HookedCall, ShapeReader, _Constructor, have_ended_on_host = classes[11:16]
+        MemoryHookFields, StepCollectorFields, EngineHookFields, InboxFields = classes[16:]
 
 
 def constructor(cls: type[T]) -> Callable[..., T]:

@@ -43,7 +43,7 @@ class PhaseTimer(PhaseClock):
             None.
     """
 
-    __slots__ = ("_clock", "pausing_threads", "records_intervals", "training_thread")
+    __slots__ = ("_clock", "pausing_threads", "records_intervals")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         super().__init__(now_ns, len(PHASES), OTHER, NON_TRAINING)

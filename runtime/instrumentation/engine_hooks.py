@@ -18,7 +18,7 @@ import torch
 
 from ..common.device_scalar import ScalarOrPending, host_value, scalar
 from ..common.fail_open import FailOpen
-from ..common.hot_path import HookedCall, HookState, constructor
+from ..common.hot_path import EngineHookFields, HookedCall, HookState, constructor
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from ..common.tracing import flags, is_traced
@@ -50,8 +50,11 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 _new_counts = constructor(StepCounts)
 
 
-class EngineHooks:
+class EngineHooks(EngineHookFields):
     """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine."""
+
+    _generation: GenerationHooks
+    _phase_timer: PhaseTimer
 
     def __init__(
         self,
@@ -66,7 +69,9 @@ class EngineHooks:
         self._state = HookState()
         self._state.is_open = True
         self._engine = weakref.ref(engine)
-        self._phase_timer = phase_timer
+        self._tensor_type, self._is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+        self._read_shape, self._read_value, self._new_counts = batch_shape, host_value, _new_counts
+        self._phase_timer, self._memory = phase_timer, memory
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
         self._loss: ScalarOrPending = None
@@ -139,11 +144,11 @@ class EngineHooks:
         """Return the wrapper of one method."""
         match name:
             case "forward":
-                return self._wrap(name, original, self._on_forward_start, self._on_forward_end)
+                return self._wrap(name, original, self._begin_forward, self._end_forward)
             case "backward":
-                return self._wrap(name, original, self._on_backward_start, self._on_backward_end)
+                return self._wrap(name, original, self._begin_backward, self._end_backward)
             case "step" | "train_batch":
-                return self._wrap(name, original, self._on_step_start, self._on_step_end)
+                return self._wrap(name, original, self._begin_step, self._end_step)
             case "_backward_prologue":
                 return self._wrap_prologue(original)
             case "_backward_epilogue":

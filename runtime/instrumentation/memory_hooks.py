@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ...metrics.catalog.labels import PHASES
 from ..common.fail_open import FailOpen
+from ..common.hot_path import MemoryHookFields
 from ..common.phase_timer import CHECKPOINT, EVAL, GENERATE, PASSES, PhaseTimer
 from ..devices.libc_memory import free_heap_bytes
 from ..memory.categories import EngineBytes, elementwise_max
@@ -43,7 +44,7 @@ DETAIL_TIME_RATIO = 1e-3
 MAX_SHAPES = 64
 
 
-class MemoryHooks:
+class MemoryHooks(MemoryHookFields):
     """Samples memory when the engine's hooks call it, on the training thread.
 
     It keeps only a weak reference to the engine.

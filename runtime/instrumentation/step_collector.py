@@ -12,8 +12,8 @@ from typing import Any
 from ...metrics.exporters.trace_context import OPENTELEMETRY, current_trace_labels
 from ..collectives.unseen_calls import UnseenCalls
 from ..common import accelerator
-from ..common.device_scalar import ScalarOrPending, scalar
-from ..common.hot_path import constructor
+from ..common.device_scalar import ScalarOrPending, host_value, scalar
+from ..common.hot_path import StepCollectorFields, constructor
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
@@ -27,7 +27,7 @@ COVERAGE_SECONDS = 1.0
 _new_step = constructor(RawStep)
 
 
-class StepCollector:
+class StepCollector(StepCollectorFields):
     """Creates the raw steps of one engine. Keeps no reference to the engine.
 
     Each reading of the engine fails open separately. If a reading fails, its value is None.
@@ -54,6 +54,7 @@ class StepCollector:
                 without them. By default the coverage is read once a second.
         """
         wrap = context.fail_open.wrap
+        self._new_step, self._read_value, self._modules = _new_step, host_value, sys.modules
         self._phase_timer = context.phase_timer
         self._device_phases = context.device_phases
         self._calls = context.call_recorder
@@ -74,10 +75,9 @@ class StepCollector:
         self._learning_rate = wrap("learning_rate", _learning_rate)
         self._loss_scale = wrap("loss_scale", _loss_scale)
         self._profile = None if profiler is None else wrap("profile", profiler.on_step_end)
-        self._scales_loss: bool = engine.fp16_enabled()
+        self._scales_loss = bool(engine.fp16_enabled())
 
-    def on_step_end(self, engine: Any, counts: StepCounts) -> None:
-        """Enqueue the step of these micro-batches of the engine."""
+    def _collect(self, engine: Any, counts: StepCounts) -> None:
         device_phases, timer, now = self._device_phases, self._phase_timer, time.monotonic()
         unseen, coverage = None, None
         if self._take_unseen is not None:
@@ -99,7 +99,7 @@ class StepCollector:
             gradient_norm=self._gradient_norm(engine),
             learning_rate=self._learning_rate(engine),
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,
-            trace=self._trace() if OPENTELEMETRY in sys.modules else None,
+            trace=self._trace() if OPENTELEMETRY in self._modules else None,
             memory=self._read_memory() if is_memory_due else None,
             batch=self._calls.drain(),
             device_phases=None if device_phases is None else device_phases.end_step(),

@@ -23,6 +23,7 @@ from ..collectives.unseen_calls import FlightRecorder
 from ..common import accelerator
 from ..common.fail_open import FailOpen
 from ..common.gil_pauses import WORK_SECONDS, let_training_run
+from ..common.hot_path import InboxFields
 from ..instrumentation.device_phases import DevicePhases
 from ..instrumentation.raw_step import RawStep
 from ..memory.oom.killed_ranks import is_near_host_limit
@@ -64,7 +65,7 @@ STOP_SECONDS = 5.0
 LAST_STEPS_SECONDS = 2.0
 
 
-class WatchThread:
+class WatchThread(InboxFields):
     """Completes the steps of one watch and passes them on, from `start` until `stop`.
 
     Args:
@@ -114,6 +115,8 @@ class WatchThread:
         self._inbox: deque[CallBatch | RawStep] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._pending: deque[CallBatch | RawStep] = deque()
+        self._max_pending, self._waking_items = MAX_PENDING, WAKING_ITEMS
+        self._step_type = RawStep
         self._rest: CallBatch | None = None
         self._waiting_since = 0.0
         self._device_seconds = 0.0
@@ -146,8 +149,7 @@ class WatchThread:
         self._tasks += [self._fail_open.wrap(name, task) for name, task in tasks.items()]
         self._thread.start()
 
-    def enqueue(self, item: CallBatch | RawStep) -> None:
-        """Add a batch of calls or a raw step to the queue. Called on the training thread."""
+    def _enqueue(self, item: CallBatch | RawStep) -> None:
         if isinstance(item, RawStep):
             self.num_steps += 1
         if len(self._inbox) + len(self._pending) >= MAX_PENDING:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import gc
 import importlib.util
+import inspect
 import itertools
 import math
 import mmap
@@ -995,9 +996,18 @@ def test_fields_are_those_of_python(in_python: ModuleType) -> None:
     for name in ("CollectiveCall", "GroupFields", "RankSetFields", "RecorderFields"):
         kind = getattr(hot_path, name)
         fields = {field for field in vars(kind) if not field.startswith("__")}
-        fields -= {"settle", "values", "_take_calls"}
+        fields -= {"settle", "values", "_take_calls", "drain"}
 
         assert fields == set(getattr(in_python, name).__slots__), name
+    for name in ("InboxFields", "MemoryHookFields", "StepCollectorFields", "EngineHookFields"):
+        kind, twin = getattr(hot_path, name), getattr(in_python, name)
+        in_c = {field for field, value in vars(kind).items() if inspect.isdatadescriptor(value)}
+        methods = {field for field in vars(kind) if callable(vars(kind)[field])}
+        methods = {field for field in methods if not field.startswith("__")}
+
+        of_twin = set(inspect.get_annotations(twin))
+        assert in_c <= of_twin, name
+        assert methods <= set(vars(twin)), name
     made = [
         module.CollectiveCall(ALL_REDUCE, None, 8, None, FORWARD)
         for module in (hot_path, in_python)
