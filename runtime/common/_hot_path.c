@@ -26,7 +26,7 @@
 #endif
 
 /* Another number for each change of what `hot_path.py` expects, which has the same number. */
-#define VERSION 6
+#define VERSION 7
 
 /* One read-only or writable field of an object, as a row of a table of members. */
 #define FIELD(type, name, kind) {#name, kind, offsetof(type, name), 0, NULL}
@@ -3452,12 +3452,13 @@ has_slots(PyTypeObject **known, PyTypeObject *type, Py_ssize_t *places, PyObject
 {
     if (*known == type)
         return 1;
+    Py_CLEAR(*known); /* its places are overwritten */
     for (int i = 0; i < num_names; i++)
         if ((places[i] = place_of_slot(type, *names[i])) <= 0) {
             PyErr_Clear();
             return 0;
         }
-    Py_XSETREF(*known, (PyTypeObject *)Py_NewRef((PyObject *)type));
+    *known = (PyTypeObject *)Py_NewRef((PyObject *)type);
     return 1;
 }
 
@@ -3598,20 +3599,20 @@ add_count(PyObject **total, PyObject *more)
     return 0;
 }
 
-/* Adds the shape of a forward pass to the counts. */
+/* Adds the shape of a forward pass to counts. */
 static int
-add_shape(EngineHookFields *self, PyObject *shape)
+add_shape(EngineHookFields *self, PyObject *counts, PyObject *shape)
 {
     PyObject *samples = *slot_at(shape, self->in_shape[S_SAMPLES]);
     PyObject *tokens = *slot_at(shape, self->in_shape[S_TOKENS]);
     PyObject *length = *slot_at(shape, self->in_shape[S_LENGTH]);
     if (samples != Py_None &&
-        add_count(slot_at(self->counts, self->in_counts[C_SAMPLES]), samples) < 0)
+        add_count(slot_at(counts, self->in_counts[C_SAMPLES]), samples) < 0)
         return -1;
     if (tokens == Py_None)
         return 0;
-    set_object(slot_at(self->counts, self->in_counts[C_LENGTH]), length);
-    return add_count(slot_at(self->counts, self->in_counts[C_TOKENS]), tokens);
+    set_object(slot_at(counts, self->in_counts[C_LENGTH]), length);
+    return add_count(slot_at(counts, self->in_counts[C_TOKENS]), tokens);
 }
 
 /* Whether the shapes of the forward passes are of the class that is known. */
@@ -3632,20 +3633,20 @@ are_shapes_known(EngineHookFields *self)
     return 1;
 }
 
-/* Adds one micro-batch to the counts, as `add` of StepCounts. */
+/* Adds one micro-batch to counts, as `add` of StepCounts. */
 static int
-add_micro_batch(EngineHookFields *self)
+add_micro_batch(EngineHookFields *self, PyObject *counts, PyObject *shapes)
 {
-    PyObject **number = slot_at(self->counts, self->in_counts[C_MICRO_BATCHES]);
+    PyObject **number = slot_at(counts, self->in_counts[C_MICRO_BATCHES]);
     PyObject *next = PyLong_FromLong(PyLong_AsLong(*number) + 1);
     if (next == NULL)
         return -1;
     Py_SETREF(*number, next);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->shapes); i++)
-        if (add_shape(self, PyList_GET_ITEM(self->shapes, i)) < 0)
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(shapes); i++)
+        if (add_shape(self, counts, PyList_GET_ITEM(shapes, i)) < 0)
             return -1;
     PyObject *loss = self->loss == NULL ? Py_None : self->loss;
-    return PyList_Append(*slot_at(self->counts, self->in_counts[C_LOSSES]), loss);
+    return PyList_Append(*slot_at(counts, self->in_counts[C_LOSSES]), loss);
 }
 
 static PyObject *
@@ -3659,12 +3660,18 @@ EngineHookFields_end_backward(EngineHookFields *self, PyObject *const *args, Py_
     if (clock == NULL || args[1] != Py_True || !are_counts_known(self) || !are_shapes_known(self))
         return in_python(self, s_on_backward_end, args);
     self->inside_backward = 0;
+    /* Kept, as a listener to the phases may run any code. */
+    PyObject *counts = Py_NewRef(self->counts), *shapes = Py_NewRef(self->shapes);
     PyObject *none = PyList_New(0);
-    if (none == NULL || leave_phase(clock) < 0 || add_micro_batch(self) < 0) {
+    int is_added = none != NULL && leave_phase(clock) == 0 &&
+                   add_micro_batch(self, counts, shapes) == 0;
+    Py_DECREF(counts);
+    Py_DECREF(shapes);
+    if (!is_added) {
         Py_XDECREF(none);
         return NULL;
     }
-    Py_SETREF(self->shapes, none);
+    Py_XSETREF(self->shapes, none);
     Py_CLEAR(self->loss);
     Py_RETURN_NONE;
 }
@@ -3706,6 +3713,10 @@ take_counts(EngineHookFields *self, PyObject *engine)
     int was_skipped =
         new == NULL ? -1 : PyObject_RichCompareBool(skipped, self->skipped_before, Py_NE);
     Py_XDECREF(skipped);
+    if (was_skipped >= 0 && !are_counts_known(self)) { /* a listener to the phases ran any code */
+        PyErr_SetString(PyExc_TypeError, "the counts of the step are no StepCounts");
+        was_skipped = -1;
+    }
     if (was_skipped < 0) {
         Py_XDECREF(none);
         Py_XDECREF(new);

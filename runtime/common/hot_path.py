@@ -690,7 +690,7 @@ class EngineHookFields:
 
 
 # That of the extension must be the same: one that was built for other code may be left.
-VERSION = 6
+VERSION = 7
 IS_COMPILED = False
 # Only in C: functions that record the common calls of a collective, and the waits for them, and
 # readers of scalars and of the shapes of batches. Without them, `instrument.py`, `device_scalar.py`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, Protocol
 
 from torch.utils.data import dataloader as torch_dataloader
@@ -65,8 +66,9 @@ class DataLoaderHooks:
 
     def _wrapper(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def hooked(iterator: Any) -> Any:
-            outermost = self._phase_timer.current not in (DATA, EVAL)
-            if not (self._open and outermost and self._phase_timer.is_on_training_thread()):
+            timer = self._phase_timer
+            is_outermost = self._open and timer.current not in (DATA, EVAL)
+            if not is_outermost or get_ident() != timer.training_thread:
                 return original(iterator)
             self._enter()
             try:

@@ -280,13 +280,17 @@ def fail(rank: Rank, chance: random.Random) -> None:
     rank.engine.error = None
 
 
+CHANGES = (
+    *("due", "due", "memory", "detail", "intervals", "thread", "device", "scale", "unseen"),
+    *("profile", "ring", "queue", "capture", "calls", "risks", "loss", "span"),
+)
+
+
 def change(rank: Rank, chance: random.Random) -> None:
     """Make the next steps less common, or common again."""
     collector, thread, engine = rank.collector, rank.thread, rank.engine
     never, now = math.inf, 0.0
-    match chance.choice(
-        ["due", "due", "memory", "detail", "intervals", "thread", "device", "scale", "unseen", "profile", "ring", "queue", "capture", "calls", "risks", "loss", "span"]
-    ):
+    match chance.choice(CHANGES):
         case "due":
             collector._coverage_due = chance.choice([never, never, now])
         case "memory":
