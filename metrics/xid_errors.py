@@ -133,6 +133,8 @@ XIDS = (
     Xid(number=158, meaning="A fatal timeout inside the GPU", cause="GPU", drain=True),
 )
 BY_NUMBER = {xid.number: xid for xid in XIDS}
+# XIDs after which the node must be drained, as the label `xid` has them.
+DRAIN_XIDS = frozenset(str(xid.number) for xid in XIDS if xid.drain)
 
 
 def describe(number: int) -> str:

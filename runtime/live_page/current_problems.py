@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ...metrics.catalog import across_ranks, communication, memory, overhead, training, tuner
+from ...metrics.catalog import (
+    across_ranks,
+    communication,
+    devices,
+    memory,
+    overhead,
+    training,
+    tuner,
+)
 from ...metrics.recorder import Snapshot
 from ...metrics.thresholds import (
     COMM_COVERAGE_LOW,
@@ -24,6 +32,7 @@ from ...metrics.thresholds import (
     Severity,
     Threshold,
 )
+from ...metrics.xid_errors import DRAIN_XIDS, describe
 from .step_history import PHASE_INDEX, Point
 
 Limit = Callable[[Threshold], float]
@@ -111,6 +120,35 @@ def problems_of_rank(snapshot: Snapshot, rank: int, limit: Limit) -> Iterator[Pr
                 severity="warning",
                 text=f"rank {rank} has lost {lost:,.0f} records since the start ({part}); its log "
                 "has the reason",
+            )
+    yield from _gpu_faults(snapshot, rank)
+
+
+def _gpu_faults(snapshot: Snapshot, rank: int) -> Iterator[Problem]:
+    """Yield the faults that a rank's GPU does not recover from while the run lasts."""
+    for (device,), is_lost in snapshot.values.get(devices.DEVICE_LOST, {}).items():
+        if is_lost:
+            yield Problem(
+                alert="ZerowatchGpuLost",
+                severity="critical",
+                text=f"the driver no longer reaches {device} of rank {rank}, or must reset it "
+                "first",
+            )
+    for (device, xid), count in snapshot.values.get(devices.DEVICE_XID_ERRORS, {}).items():
+        if count and xid in DRAIN_XIDS:
+            yield Problem(
+                alert="ZerowatchGpuXid",
+                severity="critical",
+                text=f"XID {xid} on {device} of rank {rank}, {count:,.0f} "
+                f"time{'s' * (count != 1)} since the start: {describe(int(xid))}",
+            )
+    for (device, kind), count in snapshot.values.get(devices.DEVICE_ECC_ERRORS, {}).items():
+        if count and kind == "uncorrected":
+            yield Problem(
+                alert="ZerowatchGpuUncorrectableEcc",
+                severity="critical",
+                text=f"{count:,.0f} uncorrected memory error{'s' * (count != 1)} on {device} of "
+                f"rank {rank} since the start",
             )
 
 

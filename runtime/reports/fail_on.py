@@ -82,10 +82,19 @@ class Condition:
         """
         value = figures[self.figure]
         if value is None:
-            raise CommandLineError(
-                f"--fail-on: {self.figure} is not recorded in this run, so {self} is not checked"
-            )
+            raise CommandLineError(f"--fail-on: {self._reason(figures)}, so {self} is not checked")
         return _OPERATORS[self.sign](value, self.limit)
+
+    def _reason(self, figures: Mapping[str, float | None]) -> str:
+        """Return why the figure is not known."""
+        if self.figure == "loss" and figures.get("nonfinite_losses"):
+            return "the loss of the last steps was nan or inf"
+        if self.figure == "loss_ratio":
+            return (
+                "loss_ratio is only known if the loss of the last common steps of both runs is "
+                "finite and above 0, and their batches are equal"
+            )
+        return f"{self.figure} is not recorded in this run"
 
     def __str__(self) -> str:
         """Return it as it may be written."""

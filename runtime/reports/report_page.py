@@ -335,9 +335,12 @@ def _reading(name: str, value: float) -> str:
 
 def _loss(summary: RunSummary) -> str:
     figures = summary.figures
-    if figures["loss"] is None:
+    if figures["loss"] is not None:
+        text = f"Mean of all ranks over the last steps: {figures['loss']:.4g}."
+    elif figures["nonfinite_losses"]:
+        text = "The loss of the last steps was nan or inf."
+    else:
         return paragraph(f"Loss: {NOT_RECORDED}.", "quiet")
-    text = f"Mean of all ranks over the last steps: {figures['loss']:.4g}."
     if skipped := figures["skipped_ratio"]:
         text += f" Skipped steps: {percent(skipped)}."
     if nonfinite := figures["nonfinite_losses"]:

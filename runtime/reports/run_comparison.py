@@ -181,7 +181,8 @@ COMPARISON_FIGURES: Mapping[str, str] = {
     "comm_exposed_seconds_ratio": "exposed communication of a step of B over that of A",
     "wire_bytes_ratio": "bytes that a rank sends in a step of B over those of A",
     "memory_peak_bytes_ratio": "highest memory use of B over that of A, GPUs if there are any",
-    "loss_ratio": "mean loss of the last common steps of B over that of A",
+    "loss_ratio": "mean loss of the last common steps of B over that of A; unknown unless both are "
+    "finite and above 0",
     "compared_steps": "steps that were compared",
     "configuration_differences": "differences of settings, ds config, software and hardware",
 }
@@ -220,6 +221,7 @@ def compare(a: RunSource, b: RunSource, *, warm_up: int | None = None) -> RunCom
         verdict=" ".join(
             [
                 _verdict(by_name, steps, incomparable),
+                *_nonfinite_losses(a.summary, b.summary),
                 *_slow_ranks(a.summary, b.summary),
                 *_changed_software(changed),
             ]
@@ -574,13 +576,18 @@ class _Measures:
         return max(peaks, default=None)
 
     def _loss(self) -> Iterator[Measure]:
-        losses = self._steps.values(_column("loss"), is_all=True)
-        both = np.isfinite(losses[0]) & np.isfinite(losses[1])
+        losses, are_bad = _losses(self._steps)
+        known = [np.isfinite(each) | is_bad for each, is_bad in zip(losses, are_bad, strict=True)]
+        both = known[0] & known[1]
         if both.any():
-            last = [float(each[both][-LAST_STEPS:].mean()) for each in losses]
+            # NaN if one of them was not finite: the mean of the others would hide that.
+            means = [float(each[both][-LAST_STEPS:].mean()) for each in losses]
+            last = [mean if math.isfinite(mean) else None for mean in means]
             title = f"loss, mean of the last {min(LAST_STEPS, int(both.sum()))} common steps"
             yield _plain_measure("loss", "loss", title, "", *last, not_comparable=self._work)
         yield self._figure("loss", "skipped_ratio", "skipped steps, whole run", "ratio")
+        title = "steps with nan or inf, whole run"
+        yield self._figure("loss", "nonfinite_losses", title, "count")
 
     def _names(self, prefix: str) -> list[str]:
         """Return the names of columns that a rank of A or B has; see `RankSteps.names`."""
@@ -759,6 +766,20 @@ def _plain_measure(
     )
 
 
+def _losses(steps: _StepPairs) -> tuple[list[Floats], list[NDArray[np.bool_]]]:
+    """Return the losses of all common steps of A and B, and in which steps one was not finite.
+
+    The loss of such a step is NaN, also if it was finite on other ranks.
+    """
+    values = steps.values(_column("loss"), is_all=True)
+    shares = steps.values(_column("nonfinite_loss"), is_all=True)
+    are_bad = [share > 0 for share in shares]
+    losses = [
+        np.where(is_bad, np.nan, value) for value, is_bad in zip(values, are_bad, strict=True)
+    ]
+    return losses, are_bad
+
+
 def _column(name: str) -> Callable[[RankSteps], Column]:
     return lambda steps: steps.column(name)
 
@@ -929,6 +950,14 @@ def _reasons(measures: Mapping[str, Measure]) -> str:
     return f"Per step, {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}."
 
 
+def _nonfinite_losses(a: RunSummary, b: RunSummary) -> Iterator[str]:
+    """Yield in which run losses were not finite: the figures of the loss are without these."""
+    for letter, run in (("A", a), ("B", b)):
+        for finding in run.findings:
+            if finding.name == "nonfinite_losses":
+                yield f"In {letter}, {finding.sentence[0].lower()}{finding.sentence[1:]}"
+
+
 def _slow_ranks(a: RunSummary, b: RunSummary) -> Iterator[str]:
     """Yield which rank was slow in one run only: the means over the ranks do not show it."""
     slow = [
@@ -983,7 +1012,7 @@ def _notes(
             "The time of a collective operation is the sum over its calls, some of which were in "
             "flight at the same time."
         )
-    losses = steps.values(_column("loss"), is_all=True)
+    losses, _ = _losses(steps)
     if np.array_equal(losses[0], losses[1]):  # not if a loss is unknown, because nan != nan
         yield f"The losses of all {facts.common:,} common steps are equal."
 
@@ -1034,6 +1063,9 @@ def _figures(
         found = measures.get(of)
         if found is not None and found.change is not None and found.a and found.b is not None:
             figures[name] = found.b / found.a
+    loss = measures.get("loss")
+    if loss is not None and not ((loss.a or 0.0) > 0 and (loss.b or 0.0) > 0):
+        figures["loss_ratio"] = None  # a loss below 0 has no ratio that means anything
     figures["compared_steps"] = float(steps.facts.compared)
     figures["configuration_differences"] = float(len(changed))
     return figures

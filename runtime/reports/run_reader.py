@@ -6,6 +6,8 @@ torch nor deepspeed, so a copied run folder can be read on any machine.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from collections import Counter
@@ -27,7 +29,7 @@ from ...metrics.step_record import SCHEMA_VERSION
 from ..common.exit_notes import unreported_notes
 from ..common.liveness_file import SUFFIX
 from ..common.plain_text import printable
-from ..common.report_files import RESUMED
+from ..common.report_files import RESUMED, utc_text
 
 Column = NDArray[Any]  # float32; `ended_at` is float64, the columns of `_COUNTS` are int64
 ReportKind = Literal["out_of_memory", "leak", "hang", "exit"]
@@ -284,17 +286,21 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
     _check_folder(folder)
     problems: list[str] = []
     segments = _segments(folder)
-    num_bytes = sum(_size(path) for paths in segments.values() for path in paths)
+    # An active run writes on. In a large run, each rank takes seconds to read. What is added
+    # meanwhile is left out of all ranks: the first ones would seem to lack it.
+    sizes = {rank: _sizes(folder, rank, paths) for rank, paths in segments.items()}
+    num_bytes = sum(size for by_file in sizes.values() for size in by_file.values())
     attempts = _read_attempts(folder, problems)
     ranks: dict[int, RankSteps] = {}
     num_segments: dict[int, int] = {}
     run_ids: dict[str, None] = {}
     for rank, paths in segments.items():
         with ExitStack() as opened:
-            logs = _opened(folder, rank, paths, opened, problems)
+            logs = _opened(folder, rank, paths, sizes[rank], opened, problems)
             steps = _read_rank(rank, logs, attempts, num_bytes, max_values, run_ids, problems)
         if steps is not None:
-            ranks[rank], num_segments[rank] = steps, len(logs)
+            # Of a log that was full, the oldest segment may have been deleted meanwhile.
+            ranks[rank], num_segments[rank] = steps, len(paths)
     settings, decisions, has_targets = _read_small_files(folder, problems)
     max_segments = _setting(settings, "run_log", "max_segments")
     longest = max(ranks.values(), key=lambda steps: steps.num_steps, default=None)
@@ -324,13 +330,20 @@ def read_run(folder: Path, *, max_values: int = MAX_VALUES) -> RecordedRun:
 
 
 def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise RunFolderError(f"{folder} is no folder; give the folder of a run, runs/<run_id>")
-    names = {path.name for path in folder.iterdir()}
+    try:
+        names = set(os.listdir(folder))
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder} cannot be read: {error.strerror or error}; it belongs to another user, or "
+            "its file system fails"
+        ) from None
     is_run = {"settings.json", "attempts.jsonl", "run.lock", "decisions.jsonl"} & names
     if is_run or any(re.match(r"(rank|metrics)-\d+\.|hang-rank-", name) for name in names):
         return
-    runs = sorted(path.name for path in folder.iterdir() if (path / "settings.json").is_file())
+    # Unlike `Path.is_file`, this is False where a folder of another user may not be searched.
+    runs = sorted(name for name in names if os.path.isfile(folder / name / "settings.json"))
     if runs:
         raise RunFolderError(
             f"{folder} holds {len(runs)} run{'s' * (len(runs) > 1)}; give the folder of one, "
@@ -346,31 +359,56 @@ def _segments(folder: Path) -> dict[int, list[Path]]:
     found: dict[int, list[tuple[int, Path]]] = {}
     for path in folder.iterdir():
         match = _SEGMENT.fullmatch(path.name)
-        if match and path.is_file():
+        if match and os.path.isfile(path):
             found.setdefault(int(match[1]), []).append((int(match[2] or 0), path))
     return {rank: [path for _, path in sorted(found[rank], reverse=True)] for rank in sorted(found)}
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # it was rotated or deleted meanwhile
-        return 0
+# Sizes of the segments of a rank, by device and inode: a segment keeps them if it is renamed.
+_Sizes = Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Log:
+    """An open segment, and how many of its bytes are read."""
+
+    file: BinaryIO
+    size: int
+
+
+def _newest_first(rank: int, paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the names of a rank's segments, the oldest first in `paths`, and the next older name.
+
+    The run may rotate its log meanwhile: each segment then has the name of the next older one. From
+    the newest to the oldest, none is missed, but a segment may be met under two names.
+    """
+    yield from (path.name for path in reversed(paths))
+    oldest = _SEGMENT.fullmatch(paths[0].name)
+    age = int(oldest[2] or 0) if oldest else 0
+    yield f"rank-{rank}.{age + 1}.jsonl"
+
+
+def _sizes(folder: Path, rank: int, paths: Sequence[Path]) -> _Sizes:
+    """Return the sizes of a rank's segments."""
+    found: dict[tuple[int, int], int] = {}
+    for name in _newest_first(rank, paths):
+        with contextlib.suppress(OSError):  # it was rotated or deleted meanwhile
+            status = (folder / name).stat()
+            found.setdefault((status.st_dev, status.st_ino), status.st_size)
+    return found
 
 
 def _opened(
-    folder: Path, rank: int, paths: Sequence[Path], files: ExitStack, problems: list[str]
-) -> list[BinaryIO]:
-    """Open all segments of a rank before reading any, the oldest first.
-
-    The run may rotate its log meanwhile: each segment then has the name of the next older one. So
-    they are opened from the newest to the oldest, and a file that has two names is taken once.
-    """
-    names = [path.name for path in reversed(paths)]
-    oldest = _SEGMENT.fullmatch(names[-1])
-    age = int(oldest[2] or 0) if oldest else 0
+    folder: Path,
+    rank: int,
+    paths: Sequence[Path],
+    sizes: _Sizes,
+    files: ExitStack,
+    problems: list[str],
+) -> list[_Log]:
+    """Open all segments of a rank before reading any, the oldest first."""
     found: dict[tuple[int, int], BinaryIO] = {}
-    for name in (*names, f"rank-{rank}.{age + 1}.jsonl"):
+    for name in _newest_first(rank, paths):
         try:
             file = files.enter_context((folder / name).open("rb"))
         except FileNotFoundError:
@@ -380,12 +418,16 @@ def _opened(
             continue
         status = os.fstat(file.fileno())
         found.setdefault((status.st_dev, status.st_ino), file)
-    return list(reversed(found.values()))
+    # A segment that was begun since is left out; if it has the inode of a deleted one, it is
+    # smaller. If all are unknown, as in file systems whose inodes change, all are read.
+    now = {key: os.fstat(file.fileno()).st_size for key, file in found.items()}
+    known = {key: sizes[key] for key, size in now.items() if size >= sizes.get(key, math.inf)}
+    return [_Log(file=found[key], size=size) for key, size in reversed((known or now).items())]
 
 
 def _read_rank(
     rank: int,
-    logs: Sequence[BinaryIO],
+    logs: Sequence[_Log],
     attempts: Sequence[float],
     num_bytes: int,
     max_values: int,
@@ -422,7 +464,7 @@ def _read_rank(
             gaps.add(block)
         problems += lines.problems
     if columns is None:
-        if logs and not any(os.fstat(log.fileno()).st_size for log in logs):
+        if logs and not any(log.size for log in logs):
             problems.append(f"rank-{rank}.jsonl is empty: the rank recorded no step")
         return None
     gaps.finish()
@@ -446,9 +488,9 @@ def _read_rank(
 class _Lines:
     """Yields the lines of a file in blocks. What cannot be read is listed in `problems`."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.name = Path(file.name).name
-        self._file = file
+    def __init__(self, log: _Log) -> None:
+        self.name = Path(log.file.name).name
+        self._file, self._size = log.file, log.size
         self.problems: list[str] = []
         self.num_bad = 0
 
@@ -457,7 +499,9 @@ class _Lines:
         rest = b""
         is_skipping = False  # within a line that is too long
         try:
-            while chunk := self._file.read(_CHUNK_BYTES):
+            left = self._size
+            while chunk := self._file.read(min(_CHUNK_BYTES, left)):
+                left -= len(chunk)
                 *lines, rest = (rest + chunk).split(b"\n")
                 if lines and is_skipping:
                     del lines[0]
@@ -471,17 +515,22 @@ class _Lines:
         except OSError as error:
             self.problems.append(f"{self.name} cannot be read: {error.strerror or error}")
         if rest:
-            # Each record is written at once, so that only a full disk or a copy cuts a line.
+            # Each record is written at once, so that only a full disk or a copy cuts a line. Or it
+            # was not whole yet when the sizes were read.
             try:
                 orjson.loads(rest)
             except ValueError:
-                self.problems.append(
-                    f"{self.name}: the last line is cut after {len(rest)} bytes and left out"
-                )
+                if not self._has_grown():
+                    self.problems.append(
+                        f"{self.name}: the last line is cut after {len(rest)} bytes and left out"
+                    )
             else:
                 yield [rest]
         if self.num_bad:
             self.problems.append(f"{self.name}: {self.num_bad} damaged line(s) are left out")
+
+    def _has_grown(self) -> bool:
+        return os.fstat(self._file.fileno()).st_size > self._size
 
 
 def _parsed(lines: _Lines) -> Iterator[tuple[list[dict[str, Any]], dict[str, Column]]]:
@@ -569,10 +618,16 @@ def _columns_of(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
 
 
 def _array(values: Sequence[Any], dtype: type = np.float32) -> Column:
-    """Return numbers as an array; one whose values are lists is refused."""
-    column: Column = np.array(values, dtype)
+    """Return numbers as an array; one whose values are lists is refused.
+
+    A number that is too large for the type is unknown: an infinite one would spoil all sums.
+    """
+    with np.errstate(over="ignore"):
+        column: Column = np.array(values, dtype)
     if column.ndim != 1:
         raise ValueError("a list in place of a number")
+    if dtype is np.float32:
+        column[np.isinf(column)] = np.nan
     return column
 
 
@@ -984,7 +1039,7 @@ _REPORTS: Mapping[ReportKind, tuple[str, ...]] = {
 def _read_reports(folder: Path, problems: list[str]) -> Iterator[ReportFile]:
     for kind, patterns in _REPORTS.items():
         paths = sorted(
-            (path for pattern in patterns for path in folder.glob(pattern) if path.is_file()),
+            (path for pattern in patterns for path in folder.glob(pattern) if os.path.isfile(path)),
             key=_age_order,
         )
         if len(paths) > MAX_REPORTS_PER_KIND:
@@ -1028,16 +1083,27 @@ def _unreported_exits(
         note = _read_json(path, dict, problems)
         if not isinstance(note, dict) or not isinstance(note.get("text"), str):
             continue
+        # A note stays if no start on its host follows. The job may have trained on for days on
+        # other hosts, so the time of the note is that of the exit, unless the folder was copied.
+        written_at = min(max(0.0, _modified_at(path)), MAX_UNIX_SECONDS)
         steps = ranks.get(rank)
-        last = f"after step {steps.columns['step'][-1]}" if steps else "before its first record"
+        row = -1 if steps is None else int((steps.columns["ended_at"] <= written_at).sum()) - 1
+        last = "before its first record"
+        if steps is not None and row >= 0:
+            last = f"after step {steps.columns['step'][row]}"
         headline = printable(f"rank {rank} {note['text']}, {last}")
-        yield ReportFile(kind="exit", path=path, rank=rank, headline=headline, text=headline)
+        text = f"{headline}\n\nnoted: {utc_text(written_at)}\n"
+        yield ReportFile(kind="exit", path=path, rank=rank, headline=headline, text=text)
+
+
+def _modified_at(path: Path) -> float:
+    """Return when a file was last written, in Unix seconds; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _age_order(path: Path) -> tuple[float, list[int], str]:
     """Order reports by their time, then by the numbers in their names."""
-    try:
-        time = path.stat().st_mtime
-    except OSError:
-        time = 0.0
-    return time, [int(number) for number in re.findall(r"\d+", path.name)], path.name
+    return _modified_at(path), [int(number) for number in re.findall(r"\d+", path.name)], path.name

@@ -37,7 +37,9 @@ from ...metrics.thresholds import (
     LINK_BANDWIDTH_LOW,
     MEMORY_HEADROOM_IDLE,
     MEMORY_HEADROOM_LOW,
+    NVLINK_CRC_ERRORS_HIGH,
     OOM_RISK_HIGH,
+    PCIE_REPLAYS_HIGH,
     SKIPPED_RATIO_HIGH,
     STRAGGLER_SCORE_HIGH,
     THRESHOLDS,
@@ -46,6 +48,7 @@ from ...metrics.thresholds import (
     Severity,
     Threshold,
 )
+from ...metrics.xid_errors import DRAIN_XIDS, describe
 from ..common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_FAIL
 from ..common.format_numbers import format_bytes, format_duration
 from ..common.plain_text import printable
@@ -76,6 +79,7 @@ SUMMARY_SERIES = frozenset({communication.STRAGGLER_SCORE.name})
 # From then on the verdict on an active run says how long ago its last step ended.
 SILENT_SECONDS = 300.0
 LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most a tenth of the run
+MAX_RANGES = 8  # of ranks in a sentence; more are counted
 # A 99th percentile above this multiple of the median means that single steps stall.
 STALL_FACTOR = 1.5
 # From this multiple of the interval of metrics on, a rank has trained on without them.
@@ -233,8 +237,8 @@ class DeviceFigures:
         device: The device, such as "cuda".
         readings: Minimum, mean and maximum of each reading over ranks and time; the unit is at the
             end of its name.
-        events: Throttled seconds, ECC, link and XID errors over the run, by name; only those above
-            0.
+        events: Throttled seconds, ECC, link and XID errors over the run and all devices, by name;
+            only those above 0. Seconds at the power cap are left out: they are usual at full load.
     """
 
     device: str
@@ -437,7 +441,8 @@ FIGURES: Mapping[str, str] = {
     "device_temperature_celsius": "highest temperature of a device",
     "straggler_score_ratio": "by what share of a step the slowest rank is behind the median rank; "
     "of the ranks with a metrics log",
-    "loss": "loss of the last steps, mean of the ranks at the end",
+    "loss": "loss of the last steps, mean of the ranks at the end; unknown if one of them was nan "
+    "or inf",
     "same_losses": "1 if all ranks had equal losses, as when they are fed the same data",
     "gradient_norm_max": "highest gradient norm",
     "skipped_ratio": "share of steps whose update was skipped",
@@ -476,7 +481,8 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     causes = _causes(times, metrics)
     rows = tuple(_rank_row(steps, each_time[rank], metrics) for rank, steps in run.ranks.items())
     memories = _memories(run, metrics)
-    device_figures = _devices(run, metrics)
+    device_events = _device_events(metrics)
+    device_figures = _devices(run, device_events)
     collectives = _collectives([run.ranks[rank] for rank in times], metrics)
     monitoring = _monitoring(metrics)
     problems = tuple(
@@ -529,7 +535,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         causes=causes,
         rows=rows,
         memories=memories,
-        devices=device_figures,
+        device_events=device_events,
         incidents=incidents,
         hanging=_hanging(run, facts),
         overcome=overcome,
@@ -1080,16 +1086,75 @@ def _totals_by(
     return sums
 
 
-# Counters of devices that are 0 in a healthy run, with their names in reports.
+# Metrics of devices that are 0 in a healthy run, with their names in reports.
 _DEVICE_EVENTS = {
-    devices.DEVICE_THROTTLED_SECONDS: "throttled seconds",
-    devices.DEVICE_ECC_ERRORS: "ECC errors",
-    devices.DEVICE_LINK_ERRORS: "link errors",
-    devices.DEVICE_XID_ERRORS: "XID errors",
+    devices.DEVICE_THROTTLED_SECONDS.name: "throttled seconds",
+    devices.DEVICE_ECC_ERRORS.name: "ECC errors",
+    devices.DEVICE_LINK_ERRORS.name: "link errors",
+    devices.DEVICE_XID_ERRORS.name: "XID errors",
+    devices.DEVICE_LOST.name: "lost",
 }
+# The power cap is usual at full load; the alert on throttling leaves it out too.
+_USUAL_REASON = ("reason", "power_cap")
 
 
-def _devices(run: RecordedRun, metrics: RecordedMetrics) -> tuple[DeviceFigures, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceEvents:
+    """What a device has counted while a rank was on a host.
+
+    Attributes:
+        name: Name of the metric, one of `_DEVICE_EVENTS`.
+        labels: Values of its labels, in the order of their names, without the device.
+        seconds: Time of the rank's steps on this host; 0 if it is not recorded.
+    """
+
+    rank: int
+    host: str
+    device: str
+    name: str
+    labels: tuple[str, ...]
+    count: float
+    seconds: float
+
+    @property
+    def per_second(self) -> float:
+        """Mean count per second; of throttled seconds, the share of time."""
+        return _ratio(self.count, self.seconds) or 0.0
+
+
+def _device_events(metrics: RecordedMetrics) -> tuple[_DeviceEvents, ...]:
+    """Return the counts above 0 of each rank, host and device.
+
+    A restart may put a rank on another host, so each process counts for the host of its own.
+    """
+    counts: dict[tuple[int, str, str, str, tuple[str, ...]], float] = {}
+    seconds: dict[tuple[int, str], float] = {}
+    for number, rank in metrics.ranks.items():
+        for head, last in zip(rank.heads, rank.last_by_session, strict=True):
+            host = printable(head.host)
+            for key, value in last.items():
+                if key.name == training.PHASE_SECONDS.name:
+                    seconds[number, host] = seconds.get((number, host), 0.0) + value
+                elif key.name in _DEVICE_EVENTS and value > 0 and _USUAL_REASON not in key.labels:
+                    device = printable(dict(key.labels).get("device", ""))
+                    labels = tuple(printable(text) for name, text in key.labels if name != "device")
+                    place = (number, host, device, key.name, labels)
+                    counts[place] = counts.get(place, 0.0) + value
+    return tuple(
+        _DeviceEvents(
+            rank=rank,
+            host=host,
+            device=device,
+            name=name,
+            labels=labels,
+            count=count,
+            seconds=seconds.get((rank, host), 0.0),
+        )
+        for (rank, host, device, name, labels), count in counts.items()
+    )
+
+
+def _devices(run: RecordedRun, counted: Sequence[_DeviceEvents]) -> tuple[DeviceFigures, ...]:
     parts: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for steps in run.ranks.values():
         for name in steps.names("device"):
@@ -1098,11 +1163,12 @@ def _devices(run: RecordedRun, metrics: RecordedMetrics) -> tuple[DeviceFigures,
             if totals.mean is not None:
                 kind = parts.setdefault(device.split(":")[0], {})
                 kind.setdefault(reading, []).append((totals.minimum, totals.mean, totals.maximum))
-    events = {
-        f"{text}, {label}" if label else text: value
-        for spec, text in _DEVICE_EVENTS.items()
-        for label, value in _totals_by(metrics, spec).items()
-    }
+    events: dict[str, float] = {}
+    for metric, title in _DEVICE_EVENTS.items():
+        for each in counted:
+            if each.name == metric:
+                text = ", ".join(filter(None, (title, " ".join(each.labels))))
+                events[text] = events.get(text, 0.0) + each.count
     kinds = sorted(parts, key=_gpus_first)
     return tuple(
         DeviceFigures(
@@ -1374,10 +1440,11 @@ def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
     first = next(iter(run.ranks.values()))
     at_end = run.ranks_at_end.values()
     losses = [loss for each in at_end if (loss := last_loss(each)) is not None]
+    loss = sum(losses) / len(losses) if losses else math.nan
     steps = sum(each.num_steps for each in run.ranks.values())
     norms = first.totals["gradient_norm"]
     return {
-        "loss": sum(losses) / len(losses) if losses else None,
+        "loss": loss if math.isfinite(loss) else None,
         "gradient_norm_max": norms.maximum if norms.count else None,
         "skipped_ratio": sum(s.total("skipped") or 0.0 for s in run.ranks.values()) / steps,
         "nonfinite_losses": max(s.total("nonfinite_loss") or 0.0 for s in run.ranks.values()),
@@ -1385,9 +1452,12 @@ def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
 
 
 def last_loss(steps: RankSteps) -> float | None:
-    """Return the mean of the last losses of a rank; None if none is known."""
-    losses = steps.column("loss")
-    known = losses[~np.isnan(losses)]
+    """Return the mean of the last losses of a rank; None if none is known.
+
+    It is NaN if one of them was not finite: the mean of the others would hide that.
+    """
+    losses, is_bad = steps.column("loss"), steps.column("nonfinite_loss") > 0
+    known = np.where(is_bad, np.nan, losses)[is_bad | ~np.isnan(losses)]
     if not known.size:
         return None
     return float(known[-min(LAST_STEPS, (known.size + 9) // 10) :].mean())
@@ -1423,7 +1493,7 @@ class _Evidence:
     causes: Sequence[TimeShare]
     rows: Sequence[RankRow]
     memories: Sequence[DeviceMemory]
-    devices: Sequence[DeviceFigures]
+    device_events: Sequence[_DeviceEvents]
     incidents: Sequence[Incident]
     hanging: Collection[str]
     overcome: Collection[str]
@@ -1540,9 +1610,9 @@ def _loss_findings(found: _Evidence) -> Iterator[Finding]:
         yield Finding(
             severity="critical",
             name="nonfinite_losses",
-            sentence=f"The loss was nan or inf in {count:.0f} step(s).",
-            advice="Find the first such step in the chart of the loss; lower the learning rate, or "
-            "look at the batch of this step.",
+            sentence=f"The loss was nan or inf in {count:.0f} step(s)"
+            f"{_first_nonfinite(found.run.ranks.values())}.",
+            advice="Look at the batch of the first such step, or lower the learning rate.",
         )
     if (ratio := found.figure("skipped_ratio")) > found.limit(SKIPPED_RATIO_HIGH):
         yield Finding(
@@ -1551,6 +1621,32 @@ def _loss_findings(found: _Evidence) -> Iterator[Finding]:
             sentence=f"{percent(ratio)} of the steps were skipped by gradient overflow.",
             advice="Train in bf16, or look for the cause of the overflows.",
         )
+
+
+def _first_nonfinite(ranks: Iterable[RankSteps]) -> str:
+    """Return the first step whose loss was not finite, and its ranks.
+
+    Ranks make a step together, but their clocks differ. So of the steps that ended at about the
+    same time, the one with the lowest number is the first.
+    """
+    firsts: list[tuple[int, float, RankSteps]] = []
+    for steps in ranks:
+        rows = np.flatnonzero(steps.column("nonfinite_loss") > 0)
+        if rows.size:
+            ended_at = float(steps.column("ended_at")[rows[0]])
+            firsts.append((int(steps.column("step")[rows[0]]), ended_at, steps))
+    if not firsts:
+        return ""
+    latest = min(ended_at for _, ended_at, _ in firsts) + MAX_LAG_SECONDS
+    early = [(step, steps) for step, ended_at, steps in firsts if ended_at <= latest]
+    first = min(step for step, _ in early)
+    same = [steps for step, steps in early if step == first]
+    size = same[0].steps_per_row
+    where = f"step {first:,}" if size == 1 else f"the {size} recorded steps up to step {first:,}"
+    who = f"rank{'s' * (len(same) > 1)} {number_ranges([steps.rank for steps in same])}"
+    if who.count(",") >= MAX_RANGES:  # as the one rank per node that records each step
+        who = f"{len(same)} of the ranks that recorded it, such as rank {same[0].rank}"
+    return f", first in {where} on {who}"
 
 
 def _data_findings(found: _Evidence) -> Iterator[Finding]:
@@ -1828,20 +1924,120 @@ def _device_findings(found: _Evidence) -> Iterator[Finding]:
             "micro-batches, fewer small operations, torch.compile.",
             cost_ratio=(1 - busy) / 2,  # part of it is inevitable
         )
-    wall = found.figure("seconds") * max(1, len(found.rows))
-    for each in found.devices:
-        for name, value in each.events.items():
-            is_throttled = name.startswith("throttled")
-            if is_throttled and value < found.limit(THROTTLED_RATIO_HIGH) * wall:
-                continue
-            unit = "seconds" if is_throttled else "times"
-            yield Finding(
-                severity="warning",
-                name="device_events",
-                sentence=f"{name[0].upper()}{name[1:]}: {value:,.0f} {unit} on all devices.",
-                advice="Look at cooling and power." if is_throttled else "See the runbook on it.",
-                cost_ratio=value / wall if is_throttled and wall else 0.0,
-            )
+    yield from _throttling(found)
+    yield from _device_faults(found)
+    yield from _link_errors(found)
+
+
+def _throttling(found: _Evidence) -> Iterator[Finding]:
+    hot = [
+        each
+        for each in _events_of(found, devices.DEVICE_THROTTLED_SECONDS)
+        if each.per_second >= found.limit(THROTTLED_RATIO_HIGH)
+    ]
+    if hot:
+        worst = max(hot, key=lambda each: each.per_second)
+        # The clock may be lowered before the first step too.
+        share = min(1.0, worst.per_second)
+        more = _num_others(worst, hot)
+        others = f", and that of {more} more GPU{'s' * (more > 1)}" if more else ""
+        yield Finding(
+            severity="warning",
+            name="device_events",
+            sentence=f"The clock of {_place_of(worst)} was lowered {percent(share)} of the time "
+            f"({worst.labels[0]}){others}.",
+            advice="All ranks wait for the slowest GPU. Look at the cooling and the power of its "
+            "node.",
+            cost_ratio=share,
+        )
+
+
+def _device_faults(found: _Evidence) -> Iterator[Finding]:
+    """Yield lost devices, errors of their memory, and XIDs, however few: none is usual."""
+    if lost := _events_of(found, devices.DEVICE_LOST):
+        yield Finding(
+            severity="critical",
+            name="device_events",
+            sentence=f"The driver lost {_place_of(lost[0])}{_and_others(lost[0], lost)}.",
+            advice="Drain the node, and restart the run from its last checkpoint on another one.",
+        )
+    uncorrected = [
+        each
+        for each in _events_of(found, devices.DEVICE_ECC_ERRORS)
+        if each.labels == ("uncorrected",)
+    ]
+    if uncorrected:
+        worst = max(uncorrected, key=lambda each: each.count)
+        yield Finding(
+            severity="critical",
+            name="device_events",
+            sentence=f"Uncorrected memory errors (ECC) on {_place_of(worst)}: {worst.count:,.0f}"
+            f"{_and_others(worst, uncorrected)}.",
+            advice="The memory has lost data. Restart the run from a checkpoint before the error, "
+            "and reset the GPU before it is used again.",
+        )
+    xids = _events_of(found, devices.DEVICE_XID_ERRORS)
+    for labels in dict.fromkeys(each.labels for each in xids):
+        same = [each for each in xids if each.labels == labels]
+        worst, xid = max(same, key=lambda each: each.count), " ".join(labels)
+        meaning = describe(int(xid)) if re.fullmatch("[0-9]{1,9}", xid) else "an unknown number"
+        yield Finding(
+            severity="critical" if xid in DRAIN_XIDS else "warning",
+            name="device_events",
+            sentence=f"XID {xid} on {_place_of(worst)}: {worst.count:,.0f} "
+            f"time{'s' * (worst.count != 1)}{_and_others(worst, same)}.",
+            advice=f"{_sentence(meaning)} The runbook has a table of XIDs.",
+        )
+
+
+_LINKS = {"nvlink": "NVLink", "pcie": "PCIe link"}
+
+
+def _link_errors(found: _Evidence) -> Iterator[Finding]:
+    """Yield links with more errors than the alert allows, on the mean over the run."""
+
+    def is_faulty(each: _DeviceEvents) -> bool:
+        kind, link = each.labels
+        if link == "pcie":
+            return 60 * each.per_second > found.limit(PCIE_REPLAYS_HIGH)
+        return kind != "crc" or each.per_second > found.limit(NVLINK_CRC_ERRORS_HIGH)
+
+    faulty = [each for each in _events_of(found, devices.DEVICE_LINK_ERRORS) if is_faulty(each)]
+    for kind, link in dict.fromkeys(each.labels for each in faulty):
+        same = [each for each in faulty if each.labels == (kind, link)]
+        worst = max(same, key=lambda each: each.count)
+        yield Finding(
+            severity="warning",
+            name="device_events",
+            sentence=f"Errors ({kind}) on the {_LINKS.get(link, link)} of {_place_of(worst)}: "
+            f"{worst.count:,.0f}{_and_others(worst, same)}.",
+            advice="Data was sent again: results are right, and communication was slower. Check "
+            "the link as the runbook says.",
+        )
+
+
+def _events_of(found: _Evidence, spec: MetricSpec) -> list[_DeviceEvents]:
+    """Return the events of a metric that have all of its labels: a log may be damaged."""
+    num_labels = len(spec.label_names) - 1  # without the device
+    return [
+        each
+        for each in found.device_events
+        if each.name == spec.name and len(each.labels) == num_labels
+    ]
+
+
+def _place_of(events: _DeviceEvents) -> str:
+    return f"{events.device} of rank {events.rank} on {events.host}"
+
+
+def _num_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents]) -> int:
+    return len({_place_of(each) for each in events} - {_place_of(worst)})
+
+
+def _and_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents]) -> str:
+    """Return on how many more devices there are such events."""
+    more = _num_others(worst, events)
+    return f", and on {more} more GPU{'s' * (more > 1)}" if more else ""
 
 
 def _advice_on_monitoring(found: _Evidence) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -204,7 +205,7 @@ def open_source(
     """
     if argument is None:
         return RunFolder(newest_run(runs, others=_OTHERS), get)
-    if Path(argument).is_dir():
+    if os.path.isdir(argument):
         folder = Path(argument)
         return RunFolder(folder if _is_run(folder) else newest_run(folder, others=_OTHERS), get)
     url = targets_url(argument)
@@ -253,7 +254,8 @@ def newest_run(runs: Path, *, others: str = "") -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _RUN_FILES)
+    # Unlike `Path.is_file`, this is False where a folder of another user may not be searched.
+    return any(os.path.isfile(folder / name) for name in _RUN_FILES)
 
 
 def targets_by_run(content: object, scheme: str) -> dict[str, list[Target]]:

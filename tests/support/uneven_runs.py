@@ -106,6 +106,7 @@ def record_uneven_metrics(rank: RecordedRank, number: int) -> None:
     recorder.set(memory.MEMORY_BASELINE, 2e8 + number, "cuda:0")
     recorder.set(memory.MEMORY_LEAK, 3e6 if number else 1e6, "cuda:0", "other")
     recorder.add(devices.DEVICE_THROTTLED_SECONDS, 2.0 + number, "cuda:0", "power_cap")
+    recorder.add(devices.DEVICE_THROTTLED_SECONDS, 0.125, "cuda:0", "sw_thermal")
     recorder.add(devices.DEVICE_XID_ERRORS, 1.0, "cuda:0", "79")
     recorder.add(devices.DEVICE_ECC_ERRORS, 0.0, "cuda:0", "corrected")
     recorder.add(overhead.WATCH_SECONDS, 0.01 * (1 + number), "hooks")

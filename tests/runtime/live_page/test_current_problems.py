@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,15 @@ from recorded_runs import STARTED, step_record
 
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
-from zerowatch.metrics.catalog import across_ranks, communication, memory, overhead, training, tuner
+from zerowatch.metrics.catalog import (
+    across_ranks,
+    communication,
+    devices,
+    memory,
+    overhead,
+    training,
+    tuner,
+)
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.live_page.current_problems import (
     current_problems,
@@ -79,6 +89,14 @@ def test_a_healthy_run_has_no_problems(recorder):
         (memory.OOM_RISK, 0.81, ("cpu",), "ZerowatchOomRiskCritical"),
         (across_ranks.RANKS_OOM_RISK, 0.6, ("max",), "ZerowatchOomRiskHigh"),
         (memory.MEMORY_LEAK, 1e6, ("cpu", "other"), "ZerowatchMemoryLeak"),
+        (devices.DEVICE_LOST, 1, ("cuda:0",), "ZerowatchGpuLost"),
+        (devices.DEVICE_XID_ERRORS, 1, ("cuda:0", "79"), "ZerowatchGpuXid"),
+        (
+            devices.DEVICE_ECC_ERRORS,
+            1,
+            ("cuda:0", "uncorrected"),
+            "ZerowatchGpuUncorrectableEcc",
+        ),
     ],
 )
 def test_a_metric_beyond_its_threshold_is_a_problem(recorder, spec, value, labels, alert):
@@ -207,6 +225,40 @@ def test_a_loss_that_was_not_finite_is_a_problem_for_as_long_as_in_the_alert(rec
             [(memory.MEMORY_LEAK, 3 * 2**19, "cuda:0", "other")],
             ["memory on cuda:0 grows by 1.5 MiB per step (other)"],
         ),
+        (
+            [
+                (devices.DEVICE_LOST, 0, "cuda:0"),
+                (devices.DEVICE_XID_ERRORS, 9, "cuda:0", "31"),
+                (devices.DEVICE_XID_ERRORS, 0, "cuda:0", "79"),
+                (devices.DEVICE_ECC_ERRORS, 9, "cuda:0", "corrected"),
+                (devices.DEVICE_ECC_ERRORS, 0, "cuda:0", "uncorrected"),
+            ],
+            [],
+        ),
+        (
+            [
+                (devices.DEVICE_XID_ERRORS, 1, "cuda:0", "79"),
+                (devices.DEVICE_ECC_ERRORS, 1, "cuda:0", "uncorrected"),
+            ],
+            [
+                "XID 79 on cuda:0 of rank 0, 1 time since the start: The GPU fell off the PCIe "
+                "bus; drain the node",
+                "1 uncorrected memory error on cuda:0 of rank 0 since the start",
+            ],
+        ),
+        (
+            [
+                (devices.DEVICE_LOST, 1, "cuda:0"),
+                (devices.DEVICE_XID_ERRORS, 3, "cuda:0", "79"),
+                (devices.DEVICE_ECC_ERRORS, 1500, "cuda:0", "uncorrected"),
+            ],
+            [
+                "the driver no longer reaches cuda:0 of rank 0, or must reset it first",
+                "XID 79 on cuda:0 of rank 0, 3 times since the start: The GPU fell off the PCIe "
+                "bus; drain the node",
+                "1,500 uncorrected memory errors on cuda:0 of rank 0 since the start",
+            ],
+        ),
     ],
 )
 def test_a_problem_has_its_figures_and_none_at_its_limit(
@@ -290,3 +342,24 @@ def test_other_ranks_are_named_by_their_number(recorder: Recorder) -> None:
         "a monitoring thread of rank 5 has ended: some of its figures no longer change; its log "
         "has the reason"
     )
+
+
+def test_a_fault_of_the_gpu_of_another_rank_is_a_problem(recorder: Recorder) -> None:
+    recorder.set(devices.DEVICE_LOST, 1, "cuda:5")
+
+    [problem] = problems_of_rank(recorder.snapshot(), 13, limit_of({}))
+
+    assert problem.alert == "ZerowatchGpuLost"
+    assert "rank 13" in problem.text and "cuda:5" in problem.text
+
+
+def test_the_guide_lists_the_alerts_that_the_page_covers() -> None:
+    root = Path(__file__).parents[3]
+    source = (root / "runtime/live_page/current_problems.py").read_text()
+    guide = (root / "docs/guides/live-page.md").read_text()
+
+    listed = re.findall(r"^\| `(Zerowatch\w+)` \|", guide, re.MULTILINE)
+    covered = set(re.findall(r'"(Zerowatch\w+)"', source))
+
+    assert sorted(listed) == sorted(covered)
+    assert covered <= ALERTS.keys()

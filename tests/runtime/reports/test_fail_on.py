@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from zerowatch.errors import CommandLineError
@@ -68,3 +70,24 @@ def test_a_figure_that_does_not_exist_is_named_with_those_like_it() -> None:
 def test_a_figure_that_is_not_recorded_is_not_checked() -> None:
     with pytest.raises(CommandLineError, match=r"so mfu_ratio > 0.3 is not checked"):
         Condition.parse("mfu_ratio>30%").holds({"mfu_ratio": None})
+
+
+@pytest.mark.parametrize(
+    ("text", "figures", "reason"),
+    [
+        (
+            "loss>3",
+            {"loss": None, "nonfinite_losses": 7.0},
+            "the loss of the last steps was nan or inf",
+        ),
+        ("loss>3", {"loss": None, "nonfinite_losses": 0.0}, "loss is not recorded in this run"),
+        ("loss_ratio>1.1", {"loss_ratio": None}, "of both runs is finite and above 0"),
+    ],
+)
+def test_the_error_on_an_unknown_loss_says_why_it_may_be_unknown(
+    text: str, figures: Mapping[str, float | None], reason: str
+) -> None:
+    condition = Condition.parse(text, dict.fromkeys(figures, ""))
+
+    with pytest.raises(CommandLineError, match=rf"{reason}.* is not checked"):
+        condition.holds(figures)

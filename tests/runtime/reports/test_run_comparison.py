@@ -745,6 +745,7 @@ def test_each_measure_has_its_values_change_and_interval(tmp_path: Path) -> None
             plain(1, is_relative=True),
         ),
         ("skipped_ratio", "skipped steps, whole run", "ratio", 0, 32 / 107, plain(32 / 107)),
+        ("nonfinite_losses", "steps with nan or inf, whole run", "count", 0, 0, plain(0)),
     ]
     groups = {
         "throughput": 7,
@@ -752,7 +753,7 @@ def test_each_measure_has_its_values_change_and_interval(tmp_path: Path) -> None
         "communication": 5,
         "collectives": 6,
         "memory": 5,
-        "loss": 2,
+        "loss": 3,
     }
     titled = [group for group, number in groups.items() for _ in range(number)]
 
@@ -827,6 +828,69 @@ def test_a_change_below_a_ten_thousandth_of_a_step_is_not_significant(
     assert change is not None
     assert change.value == pytest.approx(ratio - 1, rel=1e-2)
     assert change.is_significant is expected
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_run_that_diverged_is_not_equal(tmp_path: Path, rank: int | None) -> None:
+    """The loss of all ranks is nan from step 60 on, or that of one rank."""
+
+    def diverged(number: int, step: int) -> StepRecord:
+        is_bad = step >= 60 and rank in (None, number)
+        loss = math.nan if is_bad else 2.0
+        return step_record(step, loss=loss, nonfinite_loss=is_bad)
+
+    a = write_run(tmp_path / "a", steps=200, record=lambda rank, step: step_record(step, loss=2.0))
+    b = write_run(tmp_path / "b", steps=200, record=diverged)
+
+    comparison = compare_runs(a, b)
+
+    loss, nonfinite = (measures(comparison)[name] for name in ("loss", "nonfinite_losses"))
+    assert (loss.a, loss.b, loss.change) == (2.0, None, None)
+    assert (nonfinite.a, nonfinite.b) == (0, 141)
+    assert comparison.figures["loss_ratio"] is None
+    ranks = "ranks 0 to 1" if rank is None else "rank 1"
+    assert (
+        f"In B, the loss was nan or inf in 141 step(s), first in step 60 on {ranks}."
+        in comparison.verdict
+    )
+    assert not any("losses of all" in note for note in comparison.notes)
+
+
+def test_losses_that_were_not_finite_long_ago_are_compared(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", steps=200, record=lambda rank, step: step_record(step, loss=2.0))
+    b = write_run(
+        tmp_path / "b",
+        steps=200,
+        record=lambda rank, step: step_record(
+            step, loss=math.nan if step == 60 else 3.0, nonfinite_loss=step == 60
+        ),
+    )
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.figures["loss_ratio"] == 1.5
+    assert "In B, the loss was nan or inf in 1 step(s)" in comparison.verdict
+
+
+@pytest.mark.parametrize("losses", [(2.0, -1.0), (-2.0, 1.0), (-2.0, -1.0), (2.0, 0.0)])
+def test_losses_that_are_not_above_zero_have_no_ratio(
+    tmp_path: Path, losses: tuple[float, float]
+) -> None:
+    a, b = (
+        write_run(
+            tmp_path / name,
+            ranks=1,
+            steps=80,
+            record=lambda rank, step, loss=loss: step_record(step, loss=loss),  # type: ignore[misc]
+        )
+        for name, loss in zip("ab", losses, strict=True)
+    )
+
+    comparison = compare_runs(a, b)
+
+    change = measures(comparison)["loss"].change
+    assert change is not None and change.value == losses[1] - losses[0]
+    assert comparison.figures["loss_ratio"] is None
 
 
 def test_equal_losses_of_all_common_steps_and_bounds_are_noted(tmp_path: Path) -> None:

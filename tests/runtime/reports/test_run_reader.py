@@ -7,9 +7,11 @@ import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from closed_folders import refuse_below
 from recorded_runs import STARTED, elastic_run, run_of_attempts, step_record, write_run
 
 from zerowatch.metrics.step_record import CollectiveTotals, GenerationTotals, StepRecord
@@ -64,6 +66,16 @@ def test_an_unknown_value_is_nan_and_not_counted(tmp_path: Path) -> None:
     assert steps.total("loss") is None
     assert steps.total("no such column") is None
     assert len(steps.column("no such column")) == 10
+
+
+def test_a_value_that_is_too_large_for_a_column_is_unknown(tmp_path: Path) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, gradient_norm=1e39 if step == 3 else 1.5)
+
+    steps = read_run(write_run(tmp_path / "run", ranks=1, record=record)).ranks[0]
+
+    assert np.flatnonzero(np.isnan(steps.column("gradient_norm"))).tolist() == [2]
+    assert steps.totals["gradient_norm"].maximum == 1.5
 
 
 def test_segments_are_read_from_the_oldest_to_the_newest(tmp_path: Path) -> None:
@@ -457,6 +469,19 @@ def test_a_long_run_has_several_steps_per_row_and_exact_totals(tmp_path: Path) -
     assert folded.column("phase.forward") == pytest.approx(0.1)
 
 
+def test_a_folder_that_cannot_be_searched_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "runs" / "a")
+    closed = write_run(tmp_path / "runs" / "b")
+    refuse_below(monkeypatch, closed)
+
+    with pytest.raises(RunFolderError, match=r"holds 1 run; .*a"):
+        read_run(tmp_path / "runs")
+    with pytest.raises(RunFolderError, match="b cannot be read: Permission denied"):
+        read_run(closed)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b")
@@ -526,6 +551,90 @@ def test_a_log_that_is_rotated_while_it_is_read_loses_no_step(
     run = read_run(folder)
 
     assert run.ranks[0].column("step").tolist() == list(range(1, 31))
+
+
+def test_steps_that_are_recorded_while_other_ranks_are_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=3, steps=20)
+    longer = write_run(tmp_path / "longer" / "run", ranks=3, steps=200)
+    read_rank = run_reader._read_rank
+
+    def with_later_steps(rank: int, *arguments: Any) -> object:
+        """Read a rank; meanwhile the next one records 90 s of steps, and begins another segment."""
+        steps = read_rank(rank, *arguments)
+        log = folder / f"rank-{rank + 1}.jsonl"
+        if log.exists():
+            lines = (longer / log.name).read_bytes().splitlines(keepends=True)
+            with log.open("ab") as file:
+                file.writelines(lines[20:150])
+                file.write(lines[150][:40])  # a part of a line
+            log.rename(folder / f"rank-{rank + 1}.1.jsonl")
+            log.write_bytes(b"".join(lines[150:]))
+        return steps
+
+    monkeypatch.setattr(run_reader, "_read_rank", with_later_steps)
+
+    run = read_run(folder)
+
+    assert run.problems == []
+    assert [steps.num_steps for steps in run.ranks.values()] == [20] * 3
+
+
+def test_a_full_log_that_is_rotated_while_other_ranks_are_read_has_no_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest segment is deleted, and the file system gives its inode to the new one."""
+    folder = run_of_attempts(tmp_path / "run", (2, 60), (2, 300))
+    (folder / "settings.json").write_text('{"run_log": {"max_segments": 3}}')
+    for rank in range(2):
+        lines = (folder / f"rank-{rank}.jsonl").read_bytes().splitlines(keepends=True)
+        for age, first, last in ((".2", 20, 80), (".1", 80, 150), ("", 150, 200)):
+            (folder / f"rank-{rank}{age}.jsonl").write_bytes(b"".join(lines[first:last]))
+    read_rank = run_reader._read_rank
+
+    def with_a_rotation(rank: int, *arguments: Any) -> object:
+        steps = read_rank(rank, *arguments)
+        if rank == 0:
+            new, first, second = (folder / f"rank-1{age}.jsonl" for age in ("", ".1", ".2"))
+            spare = second.rename(folder / "spare")
+            first.rename(second)
+            new.rename(first)
+            spare.write_bytes(b"".join(lines[200:220]))
+            spare.rename(new)
+        return steps
+
+    monkeypatch.setattr(run_reader, "_read_rank", with_a_rotation)
+
+    run = read_run(folder)
+
+    assert [int(steps.column("step")[-1]) for steps in run.ranks.values()] == [200, 200]
+    assert [problem.split(" are missing: ")[0] for problem in run.problems] == [
+        "rank 0: steps 1 to 20",
+        "rank 1: steps 1 to 80",
+    ]
+
+
+def test_a_line_that_is_being_written_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", ranks=1, steps=20)
+    log = folder / "rank-0.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-40])
+    opened = run_reader._opened
+
+    def with_its_end(*arguments: Any) -> object:
+        with log.open("ab") as file:
+            file.write(whole[-40:])
+        return opened(*arguments)
+
+    monkeypatch.setattr(run_reader, "_opened", with_its_end)
+
+    run = read_run(folder)
+
+    assert run.problems == []
+    assert run.ranks[0].num_steps == 19
 
 
 def test_a_log_that_is_deleted_while_it_is_read_is_a_problem(

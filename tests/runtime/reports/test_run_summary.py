@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from zerowatch.metrics.catalog import (
     tuner,
     window,
 )
+from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.common.exit_notes import AFTER_FIRST, FAILED, FIRST_TO_FAIL
@@ -333,7 +335,9 @@ def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_pa
     texts = (f"{FIRST_TO_FAIL}, by SIGKILL", f"was ended, {AFTER_FIRST}0 had exited by SIGKILL")
     for rank, text in enumerate(texts):
         note = json.dumps({"text": text, "may_be_oom_kill": rank == 0})
-        (folder / f"exits/rank-{rank}-{100 + rank}-7-launcher.note.json").write_text(note)
+        path = folder / f"exits/rank-{rank}-{100 + rank}-7-launcher.note.json"
+        path.write_text(note)
+        os.utime(path, (STARTED + 21, STARTED + 21))
 
     summary = summary_of(folder)
 
@@ -341,6 +345,50 @@ def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_pa
     assert summary.figures["exit_reports"] == 2
     assert summary.verdict.startswith("Rank 0 was the first") and "after step 40" in summary.verdict
     assert "note.json" not in summary.findings[0].advice
+
+
+@pytest.mark.parametrize("reason", ["completed", "exception"])
+def test_a_note_on_a_host_that_never_returned_is_of_its_own_time(
+    tmp_path: Path, reason: str
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", (2, 100), (2, 400))
+    (folder / "exits").mkdir()
+    note = folder / "exits/rank-1-101-7-launcher.note.json"
+    note.write_text(json.dumps({"text": f"{FIRST_TO_FAIL}, by SIGKILL", "may_be_oom_kill": True}))
+    os.utime(note, (STARTED + 51, STARTED + 51))
+    with RecordedRank(folder, 0, begins_at=500.0) as rank:
+        rank.recorder.set_info(training.RUN_END_INFO, reason)
+
+    summary = summary_of(folder)
+
+    [finding] = [each for each in summary.findings if each.name == "exit"]
+    assert finding.severity == "warning"
+    assert finding.sentence.endswith("by SIGKILL, after step 100. The run trained on.")
+    assert utc_text(STARTED + 51) in summary.incidents[0].text
+    assert ("ended by an exception" in summary.verdict) is (reason == "exception")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last"),
+    [(1e6, "after step 40"), (1e15, "after step 40"), (0.25, "before its first record")],
+)
+def test_a_note_with_the_time_of_a_copy_is_of_the_last_step(
+    tmp_path: Path, seconds: float, last: str
+) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    (folder / "targets.json").write_text('[{"targets": ["10.0.0.1:9464"]}]')
+    (folder / "exits").mkdir()
+    note = folder / "exits/rank-1-101-7-launcher.note.json"
+    note.write_text(json.dumps({"text": FIRST_TO_FAIL, "may_be_oom_kill": True}))
+    try:
+        os.utime(note, (STARTED + seconds, STARTED + seconds))
+    except OverflowError:
+        pytest.skip("the file system has no such times")
+
+    summary = summary_of(folder)
+
+    assert summary.status == "killed"
+    assert summary.incidents[0].headline.endswith(last)
 
 
 @pytest.mark.parametrize(
@@ -980,7 +1028,7 @@ def test_devices_have_the_extremes_of_all_ranks_and_events_once(uneven: RunSumma
     assert (gpu.device, cpu.device) == ("cuda", "cpu")
     assert gpu.readings["utilization_ratio"] == pytest.approx((0.4, 0.625, 0.85))
     assert gpu.readings["temperature_celsius"] == pytest.approx((61, 75.5, 90))
-    assert gpu.events == {"throttled seconds, power_cap": 5.0, "XID errors, 79": 2.0}
+    assert gpu.events == {"throttled seconds, sw_thermal": 0.25, "XID errors, 79": 2.0}
     assert cpu.events == {}
 
 
@@ -1054,7 +1102,7 @@ def run_at_limits(folder: Path, limits: Mapping[str, float]) -> Path:
         rank.recorder.set(communication.COMM_LINK_BANDWIDTH, 2e9, "dp")
         rank.recorder.set(communication.COMM_LINK_BEST_BANDWIDTH, 4e9, "dp")
         rank.recorder.set(communication.STRAGGLER_SCORE, 0.125, "data")
-        rank.recorder.add(devices.DEVICE_THROTTLED_SECONDS, 2.0, "cuda:0", "power_cap")
+        rank.recorder.add(devices.DEVICE_THROTTLED_SECONDS, 2.0, "cuda:0", "hw_thermal")
         rank.recorder.add(devices.DEVICE_XID_ERRORS, 3.0, "cuda:0", "79")
         rank.recorder.add(overhead.WATCH_SECONDS, 1.0, "hooks")
     return folder
@@ -1069,9 +1117,15 @@ AT_LIMITS = {
     "oom_risk_high": 0.5,
     "data_ratio_high": 0.25,
     "device_utilization_low": 0.875,
-    "throttled_ratio_high": 0.2,
+    "throttled_ratio_high": 0.5,
     "watch_ratio_high": 0.25,
 }
+
+
+THROTTLED_SENTENCE = (
+    "The clock of cuda:0 of rank 0 on here was lowered 50 % of the time (hw_thermal)."
+)
+XID_SENTENCE = "XID 79 on cuda:0 of rank 0 on here: 3 times."
 
 
 def test_a_figure_at_its_limit_is_no_finding_but_a_risk_and_throttling_are(tmp_path: Path) -> None:
@@ -1079,21 +1133,19 @@ def test_a_figure_at_its_limit_is_no_finding_but_a_risk_and_throttling_are(tmp_p
 
     sentences = [finding.sentence for finding in summary.findings]
     assert sentences == [
-        "Throttled seconds, power_cap: 2 seconds on all devices.",
+        XID_SENTENCE,
+        THROTTLED_SENTENCE,
         "At the end, cuda:0 of rank 1 had a probability of 50 % to run out of memory within 50 "
         "steps.",
-        "XID errors, 79: 3 times on all devices.",
     ]
 
 
 def test_just_above_its_limit_neither_a_risk_nor_throttling_is_a_finding(tmp_path: Path) -> None:
-    limits = {**AT_LIMITS, "oom_risk_high": 0.501, "throttled_ratio_high": 0.201}
+    limits = {**AT_LIMITS, "oom_risk_high": 0.501, "throttled_ratio_high": 0.501}
 
     summary = summary_of(run_at_limits(tmp_path / "run", limits))
 
-    assert [finding.sentence for finding in summary.findings] == [
-        "XID errors, 79: 3 times on all devices."
-    ]
+    assert [finding.sentence for finding in summary.findings] == [XID_SENTENCE]
 
 
 def test_figures_beyond_their_limits_are_findings_by_severity_and_cost(tmp_path: Path) -> None:
@@ -1115,6 +1167,8 @@ def test_figures_beyond_their_limits_are_findings_by_severity_and_cost(tmp_path:
             0,
             "50 % of the steps were skipped by gradient overflow.",
         ),
+        ("critical", "device_events", 0, XID_SENTENCE),
+        ("warning", "device_events", 0.5, THROTTLED_SENTENCE),
         (
             "warning",
             "exposed_comm",
@@ -1123,12 +1177,6 @@ def test_figures_beyond_their_limits_are_findings_by_severity_and_cost(tmp_path:
             "fixed cost.",
         ),
         ("warning", "data", 0.25, "Training waited for data 25 % of its time."),
-        (
-            "warning",
-            "device_events",
-            0.2,
-            "Throttled seconds, power_cap: 2 seconds on all devices.",
-        ),
         (
             "warning",
             "straggler",
@@ -1156,12 +1204,119 @@ def test_figures_beyond_their_limits_are_findings_by_severity_and_cost(tmp_path:
             "At the end, cuda:0 of rank 1 had a probability of 50 % to run out of memory within "
             "50 steps.",
         ),
-        ("warning", "device_events", 0, "XID errors, 79: 3 times on all devices."),
         ("info", "monitoring_cost", 0.25, "Monitoring took 25 % of the ranks' time."),
     ]
-    throttled, xid = (each for each in summary.findings if each.name == "device_events")
+    xid, throttled = (each for each in summary.findings if each.name == "device_events")
     assert "cooling" in throttled.advice and "runbook" in xid.advice
     assert summary.verdict == "50 % of the steps were skipped by gradient overflow."
+
+
+def run_with_events(
+    folder: Path,
+    events: Mapping[int, Sequence[tuple[MetricSpec, float, tuple[str, ...]]]],
+    *,
+    ranks: int = 8,
+    seconds: float = 300.0,
+) -> RunSummary:
+    """A run on nodes of 8 ranks whose devices have counted events, by rank.
+
+    In jobs of more than 64 ranks, one rank per node writes a metrics log.
+    """
+    run_of_attempts(folder, (ranks, 60))
+    for number in range(0, ranks, 8 if ranks > 64 else 1):
+        with RecordedRank(folder, number, world_size=ranks, local_rank=number % 8) as rank:
+            rank.recorder.add(training.PHASE_SECONDS, seconds, "forward")
+            for spec, value, labels in events.get(number, ()):
+                rank.recorder.add(spec, value, f"cuda:{number % 8}", *labels)
+    return summary_of(folder)
+
+
+def device_sentences(summary: RunSummary) -> list[str]:
+    return [each.sentence for each in summary.findings if each.name == "device_events"]
+
+
+def test_the_power_cap_of_a_gpu_at_full_load_is_no_finding(tmp_path: Path) -> None:
+    capped = {
+        rank: [(devices.DEVICE_THROTTLED_SECONDS, 240.0, ("power_cap",))] for rank in range(8)
+    }
+
+    summary = run_with_events(tmp_path / "run", capped)
+
+    assert device_sentences(summary) == []
+    assert "Nothing holds this run back" in summary.verdict
+
+
+def test_one_hot_gpu_of_many_is_named_with_its_own_share(tmp_path: Path) -> None:
+    hot = {
+        3: [(devices.DEVICE_THROTTLED_SECONDS, 225.0, ("hw_thermal",))],
+        5: [(devices.DEVICE_THROTTLED_SECONDS, 3.0, ("hw_thermal",))],
+    }
+
+    summary = run_with_events(tmp_path / "run", hot)
+
+    assert device_sentences(summary) == [
+        "The clock of cuda:3 of rank 3 on here was lowered 75 % of the time (hw_thermal)."
+    ]
+
+
+def test_hot_gpus_of_a_large_job_are_found_by_the_ranks_with_metrics(tmp_path: Path) -> None:
+    hot = {
+        rank: [(devices.DEVICE_THROTTLED_SECONDS, 150.0 + rank, ("sw_thermal",))]
+        for rank in range(0, 72, 8)
+    }
+
+    [sentence] = device_sentences(run_with_events(tmp_path / "run", hot, ranks=72))
+
+    assert sentence == (
+        "The clock of cuda:0 of rank 64 on here was lowered 71 % of the time (sw_thermal), and "
+        "that of 8 more GPUs."
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "count", "labels", "severity"),
+    [
+        (devices.DEVICE_ECC_ERRORS, 1000, ("corrected",), None),
+        (devices.DEVICE_ECC_ERRORS, 1, ("uncorrected",), "critical"),
+        (devices.DEVICE_LINK_ERRORS, 40, ("pcie", "replay"), None),  # 8 per minute
+        (devices.DEVICE_LINK_ERRORS, 41, ("pcie", "replay"), "warning"),
+        (devices.DEVICE_LINK_ERRORS, 30_000, ("nvlink", "crc"), None),  # 100 per second
+        (devices.DEVICE_LINK_ERRORS, 30_001, ("nvlink", "crc"), "warning"),
+        (devices.DEVICE_LINK_ERRORS, 1, ("nvlink", "replay"), "warning"),
+        (devices.DEVICE_LINK_ERRORS, 1, ("nvlink", "recovery"), "warning"),
+        (devices.DEVICE_XID_ERRORS, 1, ("79",), "critical"),
+        (devices.DEVICE_XID_ERRORS, 1, ("31",), "warning"),
+        (devices.DEVICE_XID_ERRORS, 1, ("a number",), "warning"),
+        (devices.DEVICE_LOST, 1, (), "critical"),
+    ],
+)
+def test_errors_of_a_gpu_are_findings_by_the_limits_of_the_alerts(
+    tmp_path: Path,
+    spec: MetricSpec,
+    count: float,
+    labels: tuple[str, ...],
+    severity: str | None,
+) -> None:
+    summary = run_with_events(tmp_path / "run", {2: [(spec, count, labels)]})
+
+    found = [each for each in summary.findings if each.name == "device_events"]
+    assert [each.severity for each in found] == ([] if severity is None else [severity])
+    assert all("cuda:2 of rank 2 on here" in each.sentence for each in found)
+
+
+def test_a_fault_names_the_host_on_which_it_was(tmp_path: Path) -> None:
+    folder = run_of_attempts(tmp_path / "run", (2, 40), (2, 80))
+    for begins_at in (0.0, 60.0):
+        with RecordedRank(folder, 1, begins_at=begins_at) as rank:
+            rank.recorder.add(training.PHASE_SECONDS, 20.0, "forward")
+            if not begins_at:
+                rank.recorder.add(devices.DEVICE_XID_ERRORS, 2, "cuda:1", "79")
+    log = folder / "metrics-1.jsonl"
+    log.write_text(log.read_text().replace('"here"', '"faulty"', 1))
+
+    [sentence] = device_sentences(summary_of(folder))
+
+    assert sentence == "XID 79 on cuda:1 of rank 1 on faulty: 2 times."
 
 
 def exposed_finding(
@@ -1394,6 +1549,86 @@ def test_the_last_loss_is_the_mean_of_a_tenth_of_the_run_and_at_most_ten_steps(
     )
 
     assert summary_of(folder).figures["loss"] == loss
+
+
+def diverging_run(folder: Path, *, steps: int, bad: Mapping[int, Sequence[int]]) -> Path:
+    """A run of 4 ranks whose loss is nan in some steps, by rank."""
+
+    def record(rank: int, step: int) -> StepRecord:
+        is_bad = step in bad.get(rank, ())
+        loss = math.nan if is_bad else float(step)
+        return step_record(step, loss=loss, nonfinite_loss=is_bad)
+
+    return write_run(folder, ranks=4, steps=steps, record=record)
+
+
+@pytest.mark.parametrize(
+    ("bad", "loss"),
+    [
+        ({rank: range(60, 201) for rank in range(4)}, None),
+        ({2: (195,)}, None),  # of one rank, and not the last step
+        ({2: (190,)}, 195.5),
+    ],
+)
+def test_the_loss_is_unknown_if_one_of_the_last_steps_was_not_finite(
+    tmp_path: Path, bad: Mapping[int, Sequence[int]], loss: float | None
+) -> None:
+    summary = summary_of(diverging_run(tmp_path / "run", steps=200, bad=bad))
+
+    assert summary.figures["loss"] == loss
+
+
+def test_a_page_says_that_the_last_losses_were_not_finite(tmp_path: Path) -> None:
+    folder = diverging_run(tmp_path / "run", steps=40, bad={0: (40,)})
+
+    _, page = make_report(folder)
+
+    assert "The loss of the last steps was nan or inf." in page
+    assert "Steps with nan or inf: 1." in page
+
+
+@pytest.mark.parametrize(
+    ("bad", "first"),
+    [
+        ({1: (1234,)}, "first in step 1,234 on rank 1"),
+        ({3: (1500,), 1: (1501,)}, "first in step 1,500 on rank 3"),
+        ({rank: range(700, 2001) for rank in range(4)}, "first in step 700 on ranks 0 to 3"),
+    ],
+)
+def test_the_first_step_that_was_not_finite_is_named_with_its_ranks(
+    tmp_path: Path, bad: Mapping[int, Sequence[int]], first: str
+) -> None:
+    folder = diverging_run(tmp_path / "run", steps=2000, bad=bad)
+
+    [finding] = [each for each in summary_of(folder).findings if each.name == "nonfinite_losses"]
+    assert f"step(s), {first}." in finding.sentence
+
+
+def test_many_ranks_with_the_first_step_that_was_not_finite_are_counted(tmp_path: Path) -> None:
+    """One rank per node records step 15, which is not finite on any rank."""
+    folder = run_of_attempts(
+        tmp_path / "run",
+        (128, 20),
+        record=lambda rank, step: step_record(step, loss=math.nan, nonfinite_loss=step >= 15),
+    )
+
+    [finding] = [each for each in summary_of(folder).findings if each.name == "nonfinite_losses"]
+
+    assert finding.sentence.endswith(
+        "first in step 15 on 16 of the ranks that recorded it, such as rank 0."
+    )
+
+
+def test_the_first_step_of_folded_rows_that_was_not_finite_is_a_range(tmp_path: Path) -> None:
+    folder = diverging_run(tmp_path / "run", steps=1000, bad={1: (501,)})
+
+    run = read_run(folder, max_values=20_000)
+    summary = summarize(run, read_metrics(folder))
+
+    size = run.ranks[1].steps_per_row
+    last = -(-501 // size) * size
+    assert size > 1
+    assert f"first in the {size} recorded steps up to step {last} on rank 1." in summary.verdict
 
 
 @pytest.mark.parametrize(("kept", "step_seconds"), [(5, (10 * 0.5 + 5 * 2) / 15), (4, 0.5)])
@@ -1669,7 +1904,7 @@ def test_the_rank_whose_own_error_ended_the_run_is_the_verdict(tmp_path: Path, v
     for number in range(2):  # the victim's note is the last
         os.utime(
             folder / f"exits/rank-{number}-{100 + number}-7-{(victim, 'error')[number]}.note.json",
-            (STARTED, STARTED - number),
+            (STARTED + 9, STARTED + 9 - number),
         )
 
     summary = summary_of(folder)

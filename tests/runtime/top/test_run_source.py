@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from closed_folders import refuse_below
 from live_runs import RUN_ID
 from recorded_metrics import RecordedRank
 from recorded_runs import STARTED, step_record, write_run
@@ -147,6 +148,18 @@ def test_without_an_argument_the_run_written_last_is_chosen(tmp_path: Path) -> N
     assert newest_run(tmp_path).name == "a-late"
     view = open_source(None, runs=tmp_path, get=refuse).read()
     assert view.run_id == "a-late"
+
+
+def test_a_folder_that_cannot_be_searched_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "mine")
+    closed = write_run(tmp_path / "closed")
+    refuse_below(monkeypatch, closed)
+
+    assert newest_run(tmp_path).name == "mine"
+    with pytest.raises(CommandLineError, match="no run below"):
+        open_source(str(closed), runs=tmp_path, get=refuse)
 
 
 def test_a_report_of_an_earlier_run_does_not_make_it_the_newest(tmp_path: Path) -> None:
