@@ -53,13 +53,18 @@ class DsOptions:
         model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
+        torch_adam: Whether DeepSpeed creates torch's Adam instead of its own.
         immediate_grad_update: Whether BF16_Optimizer adds each gradient to its sums at once.
+        pin_optimizer: Whether the configuration pins the offloaded optimizer's tensors.
+        pin_param: Whether it pins offloaded parameters.
         is_pipeline: Whether the model is divided into the stages of a pipeline, or into one.
+        on_cpu: Whether the ranks train on CPU.
         unmodeled: Enabled features that the estimate does not model.
     """
 
     stage: int
     is_pipeline: bool = False
+    on_cpu: bool = False
     model_dtype: str | None = None
     accumulation_dtype: str = "fp32"
     communication_dtype: str = "fp32"
@@ -69,6 +74,7 @@ class DsOptions:
     optimizer: str | None = None
     optimizer_momentum: bool = False
     legacy_fusion: bool = False
+    torch_adam: bool = False
     managed_accumulation: bool = True
     low_precision_master: bool = False
     low_precision_states: bool = False
@@ -97,6 +103,8 @@ class DsOptions:
     offload_param_buffers: int = 5
     offload_param_buffer_size: int = 100_000_000
     offload_param_max_in_cpu: int = 1_000_000_000
+    pin_optimizer: bool = True
+    pin_param: bool = True
     set_keys: frozenset[str] = frozenset()
     unmodeled: tuple[str, ...] = ()
 
@@ -117,6 +125,16 @@ class DsOptions:
     def offloads_optimizer(self) -> bool:
         """Whether optimizer states are on the host or on NVMe."""
         return self.offload_optimizer != "none"
+
+    @property
+    def pins_optimizer(self) -> bool:
+        """Whether tensors of an offloaded optimizer are pinned: never on CPU."""
+        return self.offloads_optimizer and self.pin_optimizer and not self.on_cpu
+
+    @property
+    def pins_param(self) -> bool:
+        """Whether partitions of offloaded parameters are pinned: never on CPU."""
+        return self.offload_param != "none" and self.pin_param and not self.on_cpu
 
     @property
     def reduces_in_backward_order(self) -> bool:
@@ -194,12 +212,13 @@ def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
 def _optimizer(reader: ConfigReader) -> dict[str, Any]:
     block = reader.section("optimizer")
     name = block.block.get("type")
-    parameters = block.block.get("params")
-    momentum = parameters.get("momentum", 0) if isinstance(parameters, Mapping) else 0
+    given = block.block.get("params")
+    parameters = given if isinstance(given, Mapping) else {}
     return {
         "optimizer": str(name).lower() if name else None,
-        "optimizer_momentum": bool(momentum),
+        "optimizer_momentum": bool(parameters.get("momentum")),
         "legacy_fusion": block.flag("legacy_fusion"),
+        "torch_adam": bool(parameters.get("torch_adam")),
     }
 
 
@@ -208,7 +227,8 @@ def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
     devices = {"none": "none", "cpu": "cpu", "nvme": "nvme" if stage == 3 else "cpu"}
     optimizer = zero.section("offload_optimizer")
     options: dict[str, Any] = {
-        "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer)
+        "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer),
+        "pin_optimizer": optimizer.flag("pin_memory", True),
     }
     if stage == 0:
         return {}
@@ -246,7 +266,7 @@ def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
     return {
         **options,
         "sub_group_size": zero.size("sub_group_size", 1_000_000_000),
-        "hpz_partition_size": zero.size("zero_hpz_partition_size", 1),
+        "hpz_partition_size": max(1, zero.size("zero_hpz_partition_size", 1)),  # 0 is off, too
         "allgather_sequential": sequential,
         "use_all_reduce_for_fetch": zero.flag("stage3_use_all_reduce_for_fetch_params"),
         "memory_efficient_linear": zero.flag("memory_efficient_linear", True),
@@ -263,6 +283,7 @@ def _stage_3_offload(zero: ConfigReader, devices: Mapping[str, str]) -> dict[str
         "offload_param_buffers": param.size("buffer_count", 5),
         "offload_param_buffer_size": param.size("buffer_size", 100_000_000),
         "offload_param_max_in_cpu": param.size("max_in_cpu", 1_000_000_000),
+        "pin_param": param.flag("pin_memory", True),
     }
 
 

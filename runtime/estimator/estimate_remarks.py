@@ -45,6 +45,9 @@ def assumptions(model: ModelShape, options: DsOptions) -> tuple[str, ...]:
     assumed = []
     if options.stage > 0:
         assumed.append("every trainable parameter gets a gradient in every micro-batch")
+    partitions = options.stage > 0 or options.uses_bf16_optimizer
+    if partitions and options.optimizer is None and len(model.param_groups()) == 1:
+        assumed.append("all parameters are in one param group")
     if not options.managed_accumulation:
         assumed.append("the script runs gradient_accumulation_steps micro-batches per step")
     if options.stage == 3 and model.recomputes is None:
@@ -181,6 +184,12 @@ def _on_optimizer(options: DsOptions) -> Iterator[str]:
     if optimizer_states(options) is None:
         name = f"{options.optimizer!r}" if options.optimizer else "created by the script"
         yield f"The optimizer is {name}; its memory is estimated as for Adam."
+    may_be_unfused = options.optimizer is None or options.torch_adam
+    if may_be_unfused and not options.offloads_optimizer and not options.on_cpu:
+        yield (
+            "On a GPU, an Adam of torch without fused=True needs up to 4 more bytes in the step "
+            "for each element that a rank updates. They are not included."
+        )
     if options.model_dtype == "fp16":
         yield (
             "A step whose fp16 gradients overflow is skipped: it computes no norm and gathers no "

@@ -27,6 +27,10 @@ PIPELINE_STAGES = STAGES[:2]  # pipe/engine.py:76
 _PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."
 
 
+class UnsupportedStageError(DsConfigError):
+    """DeepSpeed rejects the configuration at this ZeRO stage, though not at every stage."""
+
+
 def estimate_step(
     model: ModelShape,
     config: Mapping[str, Any],
@@ -46,10 +50,16 @@ def estimate_step(
 
     Raises:
         DsConfigError: The configuration is invalid, or does not work with these ranks.
+        UnsupportedStageError: DeepSpeed rejects it at this stage.
     """
     is_pipeline = model.is_pipeline or topology.pipeline_parallel > 1
-    options = replace(read_options(config, stage=stage, origin=origin), is_pipeline=is_pipeline)
+    options = replace(
+        read_options(config, stage=stage, origin=origin),
+        is_pipeline=is_pipeline,
+        on_cpu=topology.backend == "gloo",
+    )
     micro_batches = accumulation_steps(config, topology.data_parallel, origin)
+    _check_stage(options, origin)
     _check_ranks(options, topology, origin)
     shard = _shard_of_rank(model, topology)
     step = _simulate(shard, options, topology, micro_batches)
@@ -104,13 +114,15 @@ def _simulate(
     if options.stage == 0 and not options.uses_bf16_optimizer:
         return _SimulatedStep(
             calls=stage_0_calls(model, options, topology),
-            partition=ModelPartition(part=trained, whole=trained, frozen_bytes=frozen),
+            partition=ModelPartition(part=trained, whole=trained, ranks=ranks, frozen_bytes=frozen),
         )
     if options.stage < 3:
         whole = sum(group.numel for group in flat_groups(model, options, ranks))
         return _SimulatedStep(
             calls=stage_1_and_2_calls(model, options, topology, micro_batches),
-            partition=ModelPartition(part=whole // ranks, whole=whole, frozen_bytes=frozen),
+            partition=ModelPartition(
+                part=whole // ranks, whole=whole, ranks=ranks, frozen_bytes=frozen
+            ),
         )
     return _simulate_stage_3(model, options, topology, micro_batches)
 
@@ -129,6 +141,7 @@ def _simulate_stage_3(
     partition = ModelPartition(
         part=sum(-(-p.numel // ranks) for p in model.parameters if p.is_trained),
         whole=model.num_trained,
+        ranks=ranks,
         frozen_bytes=_frozen_bytes(model, options, ranks),
         gathered_bytes=step.gathered_bytes,
         secondary=_secondary_partition(model, options, topology),
@@ -175,19 +188,28 @@ def _reference_bytes(
 
 
 def _check_ranks(options: DsOptions, topology: Topology, origin: str) -> None:
-    if options.is_pipeline and options.stage not in PIPELINE_STAGES:
-        raise DsConfigError(
-            f"{origin}: DeepSpeed does not support ZeRO-{options.stage} with pipeline "
-            "parallelism; use stage 0 or 1"
-        )
     hpz = options.hpz_partition_size
     if hpz > 1 and topology.data_parallel % hpz:
-        raise DsConfigError(
+        raise UnsupportedStageError(
             f"{origin}: zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide "
             f"{topology.data_parallel} data-parallel ranks; give a divisor"
         )
+
+
+def _check_stage(options: DsOptions, origin: str) -> None:
+    if options.is_pipeline and options.stage not in PIPELINE_STAGES:
+        raise UnsupportedStageError(
+            f"{origin}: DeepSpeed does not support ZeRO-{options.stage} with pipeline "
+            "parallelism; use stage 0 or 1"
+        )
+    accumulation, model = options.accumulation_dtype, options.model_dtype or "fp32"
+    if options.stage == 0 and accumulation != model:  # engine.py:2323
+        raise UnsupportedStageError(
+            f"{origin}: data_types.grad_accum_dtype is {accumulation}, which DeepSpeed rejects for "
+            f"{model} at stage 0; remove it, or use ZeRO"
+        )
     if options.uses_bf16_optimizer and not options.compute_grad_norm:
-        raise DsConfigError(
+        raise UnsupportedStageError(
             f"{origin}: zero_optimization.compute_grad_norm is false, which DeepSpeed rejects for "
             "bf16 with fp32 accumulation at stage 1; remove it"
         )
@@ -199,4 +221,7 @@ def _shard_of_rank(model: ModelShape, topology: Topology) -> ModelShape:
     if parts == 1:
         return model
     shares = tuple(replace(p, shape=(-(-p.numel // parts),)) for p in model.parameters)
-    return replace(model, parameters=shares)
+    buffers = tuple(  # tensor parallelism divides parameters only
+        replace(each, numel=-(-each.numel // topology.pipeline_parallel)) for each in model.buffers
+    )
+    return replace(model, parameters=shares, buffers=buffers)

@@ -17,6 +17,7 @@ from .buckets import FlatGroup, fill_buckets, flatten
 from .ds_options import DsOptions
 from .model_shape import BYTES_OF, ModelShape
 from .optimizer_places import PartitionSizes, master_copy_width, optimizer_places
+from .pinned_memory import pinned_size
 
 _ENGINE_BUCKET = 500_000_000  # elements; a constant of engine.py
 _NORM_BYTES = 8  # norms are taken in fp64 (zero/utils.py:59), of a copy of one tensor at a time
@@ -123,7 +124,8 @@ def _stages_1_and_2(model: ModelShape, options: DsOptions, sizes: PartitionSizes
     host = host_accumulated = 0
     if offloads:  # fp32 gradients, a copy of the weights, a buffer of one gradient (z12:568, 653)
         host = sizes.part * (master_copy_width(options, width) + width) + offload_buffer
-        accumulated_copies, host_accumulated = 0, accumulated_copies
+        host_accumulated = reduction.host_copies() if accumulated_copies else 0
+        accumulated_copies = 0
     in_buckets = reduction.contiguous * options.reduce_bucket_size * reduction.staged_width
     return GradientMemory(
         kept=min(peak, collected + kept),
@@ -256,6 +258,12 @@ class _BucketedReduction:
         """The elements of all parameters of which a rank owns a slice; the maximum over ranks."""
         return max(self._owned_by_rank().values(), default=0)
 
+    def host_copies(self) -> int:
+        """Return the bytes in CPU memory of the gradients of `owned` parameters (z12:1825)."""
+        size = pinned_size if self.options.pins_optimizer else int
+        by_rank = self._owned_by_rank(lambda index: size(self.sizes[index] * self.width))
+        return max(by_rank.values(), default=0)
+
     def peak(self) -> int:
         """Return the peak bytes of gradients and copies, of the rank with the most."""
         owned = self._owned_by_rank()
@@ -266,11 +274,13 @@ class _BucketedReduction:
             default=0,
         )
 
-    def _owned_by_rank(self) -> dict[int, int]:
+    def _owned_by_rank(self, size_of: Callable[[int], int] | None = None) -> dict[int, int]:
+        """Return the sizes of each rank's parameters: their elements by default."""
+        size_of = size_of or self.sizes.__getitem__
         owned: dict[int, int] = {}
         for index, owners in self.owners.items():
             for owner in owners:
-                owned[owner] = owned.get(owner, 0) + self.sizes[index]
+                owned[owner] = owned.get(owner, 0) + size_of(index)
         return owned
 
     def _bytes_over_time(self, rank: int, owned: Mapping[int, int]) -> Iterator[int]:

@@ -18,6 +18,7 @@ from .ds_options import DsOptions
 from .gradient_memory import gradient_memory
 from .model_shape import BYTES_OF, ModelShape, ParameterShape
 from .optimizer_places import PartitionSizes, master_copy_width, optimizer_places
+from .pinned_memory import pinning_bytes
 
 # Tensors that an optimizer keeps per parameter in addition to the weights. Adam's are the default.
 _STATES = {
@@ -44,16 +45,17 @@ class MemoryEstimate:
     """The estimated bytes of one rank, without activations.
 
     Attributes:
-        device_bytes: Bytes at the end of backward, by category: parameters, gathered (the most that
-            ZeRO-3 has gathered at once, with the buffer of a gather, and hpZ's secondary
-            partitions), gradients, optimizer, comm_buffers (gradient buckets, messages, temporary
-            copies).
+        device_bytes: Bytes at the end of backward, by category: parameters (with the model's
+            buffers), gathered (the most that ZeRO-3 has gathered at once, with the buffer of a
+            gather, and hpZ's secondary partitions), gradients, optimizer, comm_buffers (gradient
+            buckets, messages, temporary copies).
         step_bytes: Gradients and their copies on the device in the optimizer's step, and hpZ's
             secondary partitions, which the end of the step frees.
         forward_bytes: Gradients and buffers that are present during forward.
         bucket_bytes: Buckets that the first gradient of backward allocates in addition.
         resting_bytes: All bytes on the device between steps.
-        host_bytes: Offloaded bytes in CPU memory, and the buffers for swaps to NVMe.
+        host_bytes: Offloaded bytes in CPU memory, what pinning adds to them, and the buffers for
+            swaps to NVMe.
         nvme_bytes: Offloaded bytes on NVMe.
         accumulated_device_bytes: Additional bytes at the end of backward, if a step has several
             micro-batches.
@@ -132,6 +134,7 @@ class ModelPartition:
     Attributes:
         part: This rank's share of the trained parameters, padding included.
         whole: Trained parameters before partitioning.
+        ranks: Number of ranks over which ZeRO partitions.
         frozen_bytes: Bytes that this rank keeps of the frozen parameters.
         gathered_bytes: The most bytes that ZeRO-3 has gathered at once.
         secondary: hpZ's secondary partitions.
@@ -140,6 +143,7 @@ class ModelPartition:
 
     part: int
     whole: int
+    ranks: int
     frozen_bytes: int
     gathered_bytes: int = 0
     secondary: SecondaryPartition | None = None
@@ -244,6 +248,7 @@ def estimate_memory(
     in_passes, in_step = secondary.released, secondary.released + secondary.persistent
     secondary_width = width * (offload_param == "none")
     parameters += secondary.frozen_bytes * (offload_param == "none")
+    parameters += sum(buffer.bytes_in_training(options.model_dtype) for buffer in model.buffers)
     return MemoryEstimate(
         device_bytes={
             "parameters": parameters,
@@ -265,6 +270,7 @@ def estimate_memory(
         host_bytes=gradients.host
         + places.host * state_width
         + _swap_bytes(options, sizes)
+        + pinning_bytes(model, options, sizes, partition.ranks)
         + (moved_parameters + in_step * width + secondary.frozen_bytes) * (offload_param == "cpu"),
         nvme_bytes=places.nvme * state_width
         + (places.nvme - places.unswapped) * master  # gradients

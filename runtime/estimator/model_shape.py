@@ -47,6 +47,24 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BufferShape:
+    """One buffer of a module, such as the statistics of a batch norm.
+
+    Attributes:
+        width: Bytes of one element.
+        is_float: Whether the engine casts it to the data type of training.
+    """
+
+    numel: int
+    width: int
+    is_float: bool = True
+
+    def bytes_in_training(self, model_dtype: str | None) -> int:
+        """Return its bytes in the engine."""
+        return self.numel * (BYTES_OF[model_dtype] if model_dtype and self.is_float else self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleShape:
     """One module of the module tree, with its own parameters and its submodules.
 
@@ -85,6 +103,7 @@ class ModelShape:
     Attributes:
         parameters: Each parameter once, in the order of `module.parameters()`.
         root: The module tree; siblings are in forward order if `order_known`.
+        buffers: Each buffer once. ZeRO does not partition them.
         order_known: Whether forward order was observed; otherwise it is that of registration.
         recomputes: Whether activations are recomputed in backward; None if unknown.
         is_pipeline: Whether it is a PipelineModule of DeepSpeed; the parameters are this rank's.
@@ -95,6 +114,7 @@ class ModelShape:
 
     parameters: tuple[ParameterShape, ...]
     root: ModuleShape
+    buffers: tuple[BufferShape, ...] = ()
     order_known: bool = False
     recomputes: bool | None = None
     is_pipeline: bool = False

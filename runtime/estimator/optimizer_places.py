@@ -50,12 +50,14 @@ class OptimizerPlaces:
     Attributes:
         unswapped: Of those on NVMe, the elements whose gradients are too small for it. Their
             gradients stay on the device until the step.
+        host_sub_groups: In stage 3 the elements of each sub-group on the host.
     """
 
     device: int = 0
     host: int = 0
     nvme: int = 0
     unswapped: int = 0
+    host_sub_groups: tuple[int, ...] = ()
 
 
 def optimizer_places(options: DsOptions, sizes: PartitionSizes) -> OptimizerPlaces:
@@ -66,7 +68,8 @@ def optimizer_places(options: DsOptions, sizes: PartitionSizes) -> OptimizerPlac
         return OptimizerPlaces(host=sizes.part)
     master = master_copy_width(options, sizes.width)
     num_on_device = int((1 - options.offload_optimizer_ratio) * len(sizes.sub_groups))
-    device = host = nvme = unswapped = 0
+    device = nvme = unswapped = 0
+    host: list[int] = []
     for number, parts in enumerate(sizes.sub_groups):
         numel = sum(parts)
         if options.offload_optimizer == "nvme" and numel * master >= _MIN_NVME_BYTES:
@@ -75,8 +78,14 @@ def optimizer_places(options: DsOptions, sizes: PartitionSizes) -> OptimizerPlac
         elif number < num_on_device:
             device += numel
         else:
-            host += numel
-    return OptimizerPlaces(device=device, host=host, nvme=nvme, unswapped=unswapped)
+            host.append(numel)
+    return OptimizerPlaces(
+        device=device,
+        host=sum(host),
+        nvme=nvme,
+        unswapped=unswapped,
+        host_sub_groups=tuple(host),
+    )
 
 
 def master_copy_width(options: DsOptions, width: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads the parameters, module tree and forward order of a torch module, as a `ModelShape`."""
+"""Reads a torch module as a `ModelShape`: parameters, buffers, module tree, forward order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .model_shape import BYTES_OF, ModelShape, ModuleShape, ParameterShape
+from .model_shape import BYTES_OF, BufferShape, ModelShape, ModuleShape, ParameterShape
 
 _DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Containers whose own forward never runs, so that none of their hooks do.
@@ -69,6 +69,15 @@ def read_model_shape(
             for name, parameter in parameters.items()
         ),
         root=_TreeReader(indices, order).read("", module),
+        buffers=tuple(
+            BufferShape(
+                numel=buffer.numel(),
+                width=buffer.element_size(),
+                is_float=buffer.is_floating_point(),
+            )
+            for buffer in module.buffers()
+            if not nn.parameter.is_lazy(buffer)  # it has no size before the first forward
+        ),
         order_known=order is not None,
         recomputes=recomputes or None,
         is_pipeline=_is_instance(module, _PIPELINES),

@@ -39,12 +39,13 @@ def stage_3_step(
     partition = _ParameterPartition(model=model, options=options, topology=topology)
     widths = [parameter.width_in_training(options.model_dtype) for parameter in model.parameters]
     peak = 0
-    if options.offload_param != "none":
-        peak = sum(p.numel * width for p, width in zip(model.parameters, widths, strict=True))
     calls: list[EstimatedCall] = []
-    if topology.data_parallel > 1:
+    is_divided = topology.data_parallel > 1
+    # A single rank copies offloaded parameters to its GPU, and frees the copies, without a
+    # collective. On CPU, it uses the offloaded ones themselves.
+    if is_divided or (options.offload_param != "none" and not options.on_cpu):
         gathers, peak = _gathers_of_a_step(model, widths, options, micro_batches)
-        for gather, times in gathers.items():
+        for gather, times in gathers.items() if is_divided else ():
             calls += [replace(call, times=times) for call in partition.gather(gather)]
     calls += [replace(call, times=micro_batches) for call in _reduction(model, options, partition)]
     calls += _step_checks(model, options, partition)

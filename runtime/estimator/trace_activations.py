@@ -1,7 +1,7 @@
 """Measures the bytes of a model's activations by a pass on fake tensors, without computation.
 
-Fake tensors have shapes and storages, but no memory. Attention is torch's
-on CPU, which keeps as little as flash attention does, unless it has dropout.
+Fake tensors have shapes and storages, but no memory. Attention is torch's on CPU, which keeps as
+little as flash attention does.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _PASS_ERRORS = (
     TypeError,
     ValueError,
 )
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, None: None}
 
 
@@ -55,7 +56,11 @@ def trace_activations(
         UnknownActivationsError: The model does not take token ids, or needs their values.
     """
     try:
-        with _without_tracebacks(), FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            _without_tracebacks(),
+            _fused_attention(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
             fake = _fake_copy(module, _DTYPES[dtype])
             peaks, doubled_peaks = (_peaks(fake, size, tokens) for size in (samples, 2 * samples))
     except _PASS_ERRORS as error:
@@ -87,6 +92,40 @@ def _without_tracebacks() -> Iterator[None]:
         yield
     finally:
         log.disabled = was_disabled
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Run torch's fused kernel for attention that has dropout, or a value of another width.
+
+    The kernel on CPU supports neither: torch would store the scores instead, which grow with the
+    square of the tokens. The kernels of CUDA store no scores: dropout needs a seed only.
+
+    All threads of the process attend so meanwhile: do not trace in a process that trains on CPU.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(_ATTENTION, _attend, "AutogradCPU")
+        yield
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    _dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend without dropout, over as many channels as query, key and value all have.
+
+    The channels are views, so that no copies are stored in addition.
+    """
+    width = value.shape[-1]
+    common = min(width, query.shape[-1])
+    query, key, value = (each[..., :common] for each in (query, key, value))
+    mixed = _ATTENTION.decompose(query, key, value, attn_mask, 0.0, is_causal, **options)
+    return nn.functional.pad(mixed, (0, width - common)) if width > common else mixed
 
 
 def _fake_copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -178,11 +178,32 @@ def _topology(
 def _estimates(
     config: Mapping[str, Any], model: ModelShape, topology: Topology, stage: str, origin: str
 ) -> list[StepEstimate]:
-    from ...estimator.estimate_step import estimate_step, raise_for_auto, stages_for
+    """Return the estimate of each stage; of all stages, those that DeepSpeed rejects are left out.
+
+    Raises:
+        DsConfigError: The configuration is invalid, or DeepSpeed rejects it at its own stage, or
+            at every stage.
+    """
+    from ...estimator.config_reader import ConfigReader
+    from ...estimator.estimate_step import (
+        UnsupportedStageError,
+        estimate_step,
+        raise_for_auto,
+        stages_for,
+    )
 
     stages = stages_for(topology) if stage == _ALL else (int(stage),)
     raise_for_auto(config, stages, origin)
-    return [estimate_step(model, config, topology, stage=one, origin=origin) for one in stages]
+    required = (ConfigReader(config, origin).stage(),) if stage == _ALL else stages
+    estimates = []
+    for one in stages:
+        try:
+            estimates.append(estimate_step(model, config, topology, stage=one, origin=origin))
+        except UnsupportedStageError as error:
+            if one in required or (one == stages[-1] and not estimates):
+                raise
+            click.echo(f"zerowatch: stage {one} is left out: {error}", err=True)
+    return estimates
 
 
 def _as_json(

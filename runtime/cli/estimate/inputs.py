@@ -119,9 +119,14 @@ def _call_builder(name: str, build: Any) -> EstimatedModel:
     if not isinstance(module, torch.nn.Module):
         kind = type(module).__name__
         raise CommandLineError(f"--model {name} returns a {kind}; return a torch.nn.Module")
-    return EstimatedModel(
-        shape=read_model_shape(module, order=forward_order(module)), module=module
-    )
+    order = forward_order(module)  # its forward pass gives lazy layers their shapes
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise CommandLineError(
+                f"--model {name} returns a model whose {key} has no shape yet; give its lazy "
+                "layers their sizes, or run a forward pass before it is returned"
+            )
+    return EstimatedModel(shape=read_model_shape(module, order=order), module=module)
 
 
 def _model_error(name: str, problem: str, error: BaseException) -> CommandLineError:

@@ -46,6 +46,10 @@ def test_the_defaults_are_those_of_deepspeed() -> None:
             {"offload_optimizer": {"device": "cpu", "ratio": 0.25}},
             {"offload_optimizer": "cpu"},
         ),
+        (
+            {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            {"offload_optimizer": "cpu", "pin_optimizer": False},
+        ),
         ({"cpu_offload": True, "offload_optimizer": {"device": "none"}}, {}),
         ({"stage3_max_live_parameters": 7}, {}),
         ({"offload_param": {"device": "cpu"}}, {}),
@@ -66,6 +70,7 @@ def test_each_key_of_stage_2_has_its_option(zero: dict[str, Any], expected: dict
         ({"max_reuse_distance": 15}, {"max_reuse_distance": 15}),
         ({"sub_group_size": 16}, {"sub_group_size": 16}),
         ({"zero_hpz_partition_size": 4}, {"hpz_partition_size": 4}),
+        ({"zero_hpz_partition_size": 0}, {}),
         (
             {"stage3_allgather_sequential": True, "stage3_prefetch_bucket_size": 11},
             {"allgather_sequential": True, "prefetch_bucket_size": 1},
@@ -97,6 +102,10 @@ def test_each_key_of_stage_2_has_its_option(zero: dict[str, Any], expected: dict
             },
         ),
         ({"cpu_offload_param": True}, {"offload_param": "cpu"}),
+        (
+            {"offload_param": {"device": "cpu", "pin_memory": False}},
+            {"offload_param": "cpu", "pin_param": False},
+        ),
         ({"overlap_comm": False}, {"overlap_comm": False}),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from zerowatch.errors import DsConfigError
 from zerowatch.runtime.estimator.buckets import combine_messages, fill_buckets, flatten
 from zerowatch.runtime.estimator.ds_options import DsOptions, accumulation_steps, read_options
-from zerowatch.runtime.estimator.estimate_step import estimate_step
+from zerowatch.runtime.estimator.estimate_step import UnsupportedStageError, estimate_step
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
     ModuleShape,
@@ -339,6 +339,53 @@ def test_a_remark_names_what_each_micro_batch_sends(stage, accumulation, expecte
 
     each = [text.removeprefix("Each of the 5 micro-batches ") for text in found if "Each" in text]
     assert [text[: len(words)] for text, words in zip(each, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "is_assumed"),
+    [
+        (2, {}, True),
+        (3, {}, True),
+        (0, {}, False),  # without ZeRO, groups change nothing
+        (2, {"optimizer": {"type": "AdamW"}}, False),  # DeepSpeed's own has one group
+    ],
+)
+def test_a_single_param_group_is_an_assumption_if_the_script_creates_the_optimizer(
+    stage, config, is_assumed
+):
+    assumptions = estimate({"stage": stage}, **config).assumptions
+
+    assert ("all parameters are in one param group" in assumptions) is is_assumed
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "is_named"),
+    [
+        (0, {}, True),
+        (2, {}, True),
+        (0, {"optimizer": {"type": "AdamW"}}, False),
+        (2, {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, True),
+        (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, False),
+    ],
+)
+def test_a_remark_names_the_copy_that_an_adam_of_torch_makes_on_a_gpu(stage, config, is_named):
+    zero = config.get("zero_optimization", {"stage": stage})
+
+    text = "\n".join(estimate(zero, **config).remarks)
+
+    assert ("without fused=True needs up to 4 more bytes" in text) is is_named
+
+
+@pytest.mark.parametrize("precision", [BF16, {"fp16": {"enabled": True}}, {}])
+@pytest.mark.parametrize("model", [chain(1600), replace(chain(1600), is_pipeline=True)])
+def test_gradients_summed_in_another_data_type_need_zero(precision, model):
+    sums = {"data_types": {"grad_accum_dtype": "fp32" if precision else "bf16"}}
+    config = {"train_micro_batch_size_per_gpu": 1, **precision, **sums}
+
+    with pytest.raises(UnsupportedStageError, match=r"ds.json: data_types.grad_accum_dtype is "):
+        estimate_step(model, config, Topology(world_size=8), stage=0, origin="ds.json")
+
+    assert estimate_step(model, config, Topology(world_size=8), stage=1).stage == 1
 
 
 def test_unplanned_features_make_the_estimate_inexact():

@@ -178,7 +178,9 @@ def test_fp32_sums_of_16_bit_gradients_are_kept_for_the_part_only() -> None:
 
 
 def test_with_the_optimizer_on_the_host_gradients_are_there() -> None:
-    assert gradients(2, offload_optimizer="cpu", overlap_comm=True) == GradientMemory(
+    place: dict[str, Any] = {"offload_optimizer": "cpu", "pin_optimizer": False}
+
+    assert gradients(2, **place, overlap_comm=True) == GradientMemory(
         kept=0,
         buffers=2 * 5000 * 2 + 1000 * 2,  # two buckets, and a buffer of the largest layer
         transient=1000 * 8,  # the norm of the largest layer in fp64

@@ -1,6 +1,12 @@
-"""Tests of estimated memory, activations and peaks, against closed forms."""
+"""Tests of estimated memory, activations and peaks, against closed forms.
+
+Covers `pinned_memory.py`.
+"""
 
 from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +23,13 @@ from zerowatch.runtime.estimator.model_memory import (
     peak_of,
 )
 from zerowatch.runtime.estimator.model_shape import (
+    BufferShape,
     ModelShape,
     ModuleShape,
     ParameterShape,
     Topology,
 )
+from zerowatch.runtime.estimator.pinned_memory import pinned_size
 from zerowatch.runtime.estimator.stage_0_to_2_traffic import _GradientReduction, flat_groups
 from zerowatch.runtime.estimator.trace_activations import (
     LiveBytes,
@@ -34,9 +42,17 @@ MIB = 2**20
 
 
 def memory_of(
-    zero: dict, *numels: int, frozen: tuple[int, ...] = (), ranks: int = 4, **config: object
+    zero: dict,
+    *numels: int,
+    frozen: tuple[int, ...] = (),
+    ranks: int = 4,
+    backend: str = "gloo",
+    **config: object,
 ) -> MemoryEstimate:
-    """Estimate a chain of layers of one parameter each, frozen ones last; in bf16 by default."""
+    """Estimate a chain of layers of one parameter each, frozen ones last; in bf16 by default.
+
+    The ranks run on CPU by default, where DeepSpeed pins no memory.
+    """
     sizes = (*numels, *frozen)
     layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(len(sizes)))
     parameters = tuple(
@@ -46,7 +62,7 @@ def memory_of(
     model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
     whole = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **config}
     whole["zero_optimization"] = {"reduce_bucket_size": 100, **zero}
-    return estimate_step(model, whole, Topology(world_size=ranks)).memory
+    return estimate_step(model, whole, Topology(world_size=ranks, backend=backend)).memory
 
 
 def memory_estimate(**given: int) -> MemoryEstimate:
@@ -200,6 +216,120 @@ def test_offloading_keeps_gradients_and_a_copy_of_the_weights_on_the_host():
 
     states, gradients, weights, buffer = 12 * 200, 4 * 200, 2 * 200, 2 * 100
     assert memory.host_bytes == states + gradients + weights + buffer
+
+
+@pytest.mark.parametrize(
+    ("given", "pinned"), [(0, 0), (1, 1), (3, 4), (2048, 2048), (2049, 4096), (2**33 + 1, 2**34)]
+)
+def test_a_pinned_tensor_has_the_next_power_of_two_of_bytes(given, pinned):
+    assert pinned_size(given) == pinned
+
+
+PINNED = {"device": "cpu"}
+PAGEABLE = {"device": "cpu", "pin_memory": False}
+
+
+# In bf16, and by ranks with a GPU: torch rounds each pinned tensor up to a power of two.
+@pytest.mark.parametrize(
+    ("stage", "numels", "config", "host"),
+    [
+        # Master weights and gradients of 300 elements in fp32, their copy in bf16, and a buffer
+        # of the largest gradient are pinned; two states are not.
+        (2, (1000, 200), {}, 2 * 2048 + 1024 + 2048 + 2 * 1200),
+        (1, (1000, 200), {}, 2 * 2048 + 1024 + 2048 + 2 * 1200),
+        # The gradients of all sub-groups in bf16, and one of each sub-group in fp32 are pinned.
+        (3, (1000, 200), {}, 1024 + 2048 + 3 * 1200),
+        (3, (400, 400, 400), {"sub_group_size": 150}, 1024 + 1024 + 512 + 3 * 1200),
+    ],
+)
+def test_pinned_tensors_of_an_offloaded_optimizer_have_a_power_of_two_of_bytes(
+    stage, numels, config, host
+):
+    zero = {"stage": stage, **config}
+
+    pinned, pageable = (
+        memory_of({**zero, "offload_optimizer": place}, *numels, backend="nccl")
+        for place in (PINNED, PAGEABLE)
+    )
+    on_cpu = memory_of({**zero, "offload_optimizer": PINNED}, *numels)
+
+    assert pinned.host_bytes == host
+    assert pageable == on_cpu
+    assert pageable.host_bytes < host
+
+
+@pytest.mark.parametrize(
+    ("place", "zero", "host"),
+    [
+        # The flat tensor, and each partition: those of trained parameters were copied to it.
+        (PINNED, {}, 1024 + (512 + 128) + (512 + 16)),
+        # Without pin_memory only the flat tensor is pinned.
+        (PAGEABLE, {}, 1024 + 2 * (250 + 8)),
+        # With hpZ there is a secondary partition of each parameter, too.
+        (
+            PINNED,
+            {"zero_hpz_partition_size": 2},
+            1024 + (512 + 128) + (512 + 16) + (1024 + 256) + (1024 + 32),
+        ),
+        # If secondary partitions have the sizes of the copied ones, they reuse their memory.
+        (PINNED, {"zero_hpz_partition_size": 4}, 1024 + (512 + 128) + (512 + 16) + (512 + 16)),
+    ],
+)
+def test_pinned_tensors_of_offloaded_parameters_have_a_power_of_two_of_bytes(place, zero, host):
+    zero = {"stage": 3, "offload_param": place, **zero}
+
+    memory = memory_of(zero, 1000, 200, frozen=(1000, 30), backend="nccl")
+
+    assert memory.host_bytes == host
+
+
+def test_pinned_gradients_of_several_micro_batches_have_a_power_of_two_of_bytes():
+    zero = {"stage": 2, "offload_optimizer": PINNED}
+
+    memory = memory_of(zero, 1000, 200, backend="nccl")
+
+    assert memory.accumulated_host_bytes == 2048 + 512  # the last rank owns slices of both
+
+
+@pytest.mark.parametrize(("distance", "numel"), [(0, 1000), (2001, 2000), (10**6, 8000)])
+def test_a_single_rank_has_the_offloaded_parameters_on_the_device_that_it_fetched(distance, numel):
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": distance,
+        "stage3_prefetch_bucket_size": 0,
+    }
+
+    memory, on_cpu = (
+        memory_of(zero, *[1000] * 8, ranks=1, backend=backend) for backend in ("nccl", "gloo")
+    )
+
+    assert memory.device_bytes["parameters"] == 0
+    assert memory.device_bytes["gathered"] == 2 * numel
+    assert on_cpu.device_bytes["gathered"] == 0  # it uses those in CPU memory
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buffers_of_the_model_are_on_each_rank_in_full(stage):
+    buffers = (BufferShape(numel=100, width=4), BufferShape(numel=7, width=8, is_float=False))
+    model = mixed("fp32")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"offload_param": {"device": "cpu"}},
+    }
+
+    without, with_buffers = (
+        estimate_step(each, config, Topology(world_size=2), stage=stage).memory
+        for each in (model, replace(model, buffers=buffers))
+    )
+
+    added = 2 * 100 + 8 * 7
+    parameters = without.device_bytes["parameters"]
+    assert with_buffers.device_bytes["parameters"] == parameters + added
+    assert with_buffers.resting_bytes == without.resting_bytes + added
+    assert with_buffers.host_bytes == without.host_bytes
 
 
 MILLION, NUMEL = 2**20, 8 * 2**20  # eight layers of a million elements
@@ -376,6 +506,85 @@ def real_peak(
         logits = model(ids)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
     return live_bytes.peak
+
+
+class Attention(torch.nn.Module):
+    """Takes token ids; v may have another width than q and k."""
+
+    def __init__(self, dropout: float, width: int = 16) -> None:
+        super().__init__()
+        self.dropout, self.sizes = dropout, (16, 16, width)
+        self.words, self.qkv = torch.nn.Embedding(11, 32), torch.nn.Linear(32, 32 + width)
+        self.head = torch.nn.Linear(width, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.words(ids)).unsqueeze(1).split(self.sizes, -1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout, is_causal=True
+        )
+        return self.head(mixed.squeeze(1))
+
+
+@pytest.mark.parametrize("width", [16, 8])
+def test_attention_with_dropout_stores_no_scores_as_on_a_gpu(width):
+    plain, dropped = (
+        trace_activations(Attention(dropout, width), "bf16", samples=2, tokens=512)
+        for dropout in (0.0, 0.1)
+    )
+
+    assert dropped == plain
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_attention_whose_value_has_another_width_stores_no_scores_as_on_a_gpu(width):
+    per_token = [
+        trace_activations(Attention(0.0, width), "bf16", samples=1, tokens=n).sample_bytes / n
+        for n in (256, 1024)
+    ]
+
+    assert per_token[1] == pytest.approx(per_token[0], rel=0.01)
+
+
+def test_dropout_in_a_layer_of_torch_stores_masks_and_no_scores():
+    def layer(dropout: float, in_attention: float) -> torch.nn.Module:
+        inner = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=dropout, batch_first=True)
+        inner.self_attn.dropout = in_attention
+        return torch.nn.Sequential(torch.nn.Embedding(11, 32), inner, torch.nn.Linear(32, 11))
+
+    plain, outside, everywhere = (
+        trace_activations(layer(*dropout), "bf16", samples=1, tokens=256)
+        for dropout in ((0.0, 0.0), (0.1, 0.0), (0.1, 0.1))
+    )
+
+    assert plain.sample_bytes < outside.sample_bytes
+    assert everywhere == outside
+
+
+class FailingAttention(Attention):
+    """Fails after attention."""
+
+    error: BaseException = ValueError("no")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        super().forward(ids)
+        raise self.error
+
+
+class InterruptedAttention(FailingAttention):
+    """Is interrupted after attention."""
+
+    error = KeyboardInterrupt()
+
+
+@pytest.mark.parametrize("model", [Attention, FailingAttention, InterruptedAttention])
+def test_a_trace_leaves_the_attention_of_torch_as_it_was(model):
+    with suppress(UnknownActivationsError, KeyboardInterrupt):
+        trace_activations(model(0.1), None, samples=1, tokens=8)
+
+    ones = torch.ones(1, 1, 8, 8, requires_grad=True, device="cpu")
+    torch.manual_seed(0)
+    dropped = torch.nn.functional.scaled_dot_product_attention(ones, ones, ones, dropout_p=0.5)
+    assert not dropped.allclose(ones)
 
 
 def test_a_model_on_the_meta_device_is_traced_without_memory():

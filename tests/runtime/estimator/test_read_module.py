@@ -71,6 +71,29 @@ def test_a_module_with_parameters_that_runs_several_times_is_named(
     assert [child.name for child in shape.root.children] == ["layer", "activation", "last"]
 
 
+def test_buffers_are_read_with_the_bytes_that_they_have_in_the_engine() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module.register_buffer("angles", torch.zeros(5, dtype=torch.complex64, device="cpu"))
+    module.register_buffer("same", module.angles, persistent=False)
+
+    shape = read_model_shape(module)
+
+    measured = sum(each.nbytes for each in module.buffers())
+    assert sum(each.bytes_in_training(None) for each in shape.buffers) == measured
+    measured = sum(each.nbytes for each in module.bfloat16().buffers())
+    assert sum(each.bytes_in_training("bf16") for each in shape.buffers) == measured
+
+
+def test_lazy_buffers_count_once_they_have_a_size() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.LazyBatchNorm1d(affine=False))
+
+    before = read_model_shape(module)
+    module(torch.ones(2, 2, device="cpu"))
+
+    assert sum(each.numel for each in before.buffers) == 1  # the number of batches
+    assert sum(each.numel for each in read_model_shape(module).buffers) == 1 + 2 * 3
+
+
 def test_mixtures_of_experts_of_deepspeed_are_named() -> None:
     shape = read_model_shape(nn.Sequential(OwnMoE(), nn.Linear(2, 3)))
 

@@ -128,6 +128,63 @@ def test_pipeline_parallelism_omits_the_stages_that_deepspeed_rejects(estimate, 
     assert "Stage 2" not in out
 
 
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+WITHOUT_NORM = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
+
+
+@pytest.mark.parametrize(
+    ("config", "omitted"),
+    [
+        (SUMS_IN_FP32, [0]),
+        ({**SUMS_IN_FP32, **WITHOUT_NORM}, [0, 1]),
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 3}}, [3]),
+    ],
+)
+def test_a_stage_that_deepspeed_rejects_is_left_out_with_a_remark(
+    estimate, tmp_path, config, omitted
+):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, **config}))
+
+    code, out, err = estimate(file, *SIZE)
+
+    assert code == 0
+    assert rows(out, "2 <- ")
+    assert [stage for stage in range(4) if not rows(out, f"{stage} ")] == omitted
+    for stage in omitted:
+        assert f"stage {stage} is left out: {file}: " in err
+        assert_error(estimate(file, *SIZE, "--stage", stage), str(file))
+
+
+def test_an_error_is_raised_if_deepspeed_rejects_every_stage(estimate, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, **SUMS_IN_FP32, **WITHOUT_NORM}))
+
+    code, out, err = estimate(file, *SIZE, "--pp", 2)
+
+    assert (code, out) == (2, "")
+    assert "compute_grad_norm is false" in err.splitlines()[-1]
+
+
+def test_a_configured_stage_that_deepspeed_rejects_is_an_error(estimate, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, **SUMS_IN_FP32, "zero_optimization": {"stage": 0}}))
+
+    assert_error(estimate(file, *SIZE), f"{file}: data_types.grad_accum_dtype is fp32")
+
+
+def test_an_hpz_partition_of_zero_ranks_is_none_as_in_deepspeed(estimate, tmp_path):
+    file = tmp_path / "ds.json"
+    outputs = []
+    for size in (0, 1):
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        file.write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+        outputs.append(estimate(file, *SIZE))
+
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] == 0
+
+
 def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
     program = (
         "import sys; from zerowatch.__main__ import commands;"
@@ -165,6 +222,10 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
             "cannot be imported",
         ),
         (("--world", 8, "--model", "builtins:dict"), "returns a dict"),
+        (
+            ("--world", 8, "--model", "scripts.estimator.traffic_cases:lazy"),
+            "returns a model whose 1.weight has no shape yet",
+        ),
         (("--world", 8, "--params", "7B", "--pp", 2, "--stage", 3), "pipeline parallelism"),
     ],
 )

@@ -92,6 +92,10 @@ def tied() -> nn.Module:
     return Tied()
 
 
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3))
+
+
 def frozen() -> nn.Module:
     model = Deep()
     for part in (model.first, model.blocks[0], model.blocks[2]):
