@@ -106,8 +106,9 @@ class ServeSettings(Section):
     a wildcard address."""
     linger_seconds: Seconds = Field(default=75.0, ge=0)
     """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
-    scrape intervals, only for scrapers seen in the last 3 of their intervals. A single request is
-    not waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
+    scrape intervals, only for scrapers seen in the last 3 of their intervals. A scraper that has
+    scraped once counts as one with an interval of 60 s; another client's single request is not
+    waited for. After Ctrl-C at most 25 s, which a second Ctrl-C ends."""
     detail: Detail = "full"
     """`full` serves all metrics: at most 370 to 860 series per rank, by the kind of job. `lean`
     serves at most 100, for runs of more than some 512 ranks: all alerts and the dashboards Runs and

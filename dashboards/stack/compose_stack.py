@@ -41,8 +41,9 @@ _PORTS = (
     stack_ports.TEMPO,
     stack_ports.OTLP,
 )
-# The files and folders of the checkout that compose.yaml mounts.
-_MOUNTED = re.compile(r"^ +- \./([^:]+):.*:ro$", re.MULTILINE)
+_FILE, _GPU_FILE = "compose.yaml", "docker/compose.gpu.yaml"
+# A file or folder of the checkout that a compose file mounts, on its own line or in an inline list.
+_MOUNTED = re.compile(r'[ "]\./([^:"\s]+):[^",\s]+:ro\b')
 # The variable of compose.yaml that is a label of the services. Compose replaces a container whose
 # label has changed, but does not look into mounted files.
 _DIGEST = "MOUNTED_FILES"
@@ -67,7 +68,7 @@ def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
     has_image = bool(settings.get("TRAINER_IMAGE", "").strip())
     if with_trainer and not has_image:
         _refuse_without_checkout(ROOT)
-    _refuse_unreadable(ROOT)
+    _refuse_unreadable(ROOT, gpu=gpu)
     ports = [chosen(port, settings) for port in _PORTS]
     if with_trainer:
         ports.append(chosen(stack_ports.TRAINER, settings))
@@ -75,7 +76,7 @@ def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
     what = [*SERVICES, *(GPU_SERVICES if gpu else ())]
     if with_trainer:  # a given image is taken as it is
         what = [] if has_image else ["--build"]
-    _run([*compose, "up", "--detach", *what], {_DIGEST: _digest(ROOT)})
+    _run([*compose, "up", "--detach", *what], {_DIGEST: _digest(ROOT, gpu=gpu)})
     return _banner(compose)
 
 
@@ -148,8 +149,7 @@ def _compose(*, gpu: bool = False) -> list[str]:
         raise CommandLineError(
             f"stack: Docker's engine does not answer ({reason}); start it, or: {NATIVE}"
         )
-    names = ["compose.yaml", *(["docker/compose.gpu.yaml"] if gpu else [])]
-    files = [word for name in names for word in ("--file", str(ROOT / name))]
+    files = [word for name in _files(gpu=gpu) for word in ("--file", str(ROOT / name))]
     program = compose_program(docker)
     if not program:
         raise CommandLineError(
@@ -157,6 +157,10 @@ def _compose(*, gpu: bool = False) -> list[str]:
             f"from 1.29 on), or: {NATIVE}"
         )
     return [*program, "--project-name", PROJECT, *files]
+
+
+def _files(*, gpu: bool) -> tuple[str, ...]:
+    return (_FILE, _GPU_FILE) if gpu else (_FILE,)
 
 
 def compose_program(docker: str = "docker") -> list[str]:
@@ -179,14 +183,14 @@ def _refuse_without_checkout(root: Path) -> None:
         )
 
 
-def _refuse_unreadable(root: Path) -> None:
+def _refuse_unreadable(root: Path, *, gpu: bool) -> None:
     """Refuse mounted files that only their owner can read, as after a clone with umask 077.
 
     The services run as users of their own. Docker Desktop, on other systems, hides the modes.
     """
     if sys.platform != "linux":
         return
-    for path in _mounted(root):
+    for path in _mounted(root, gpu=gpu):
         needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
         if path.stat().st_mode & needed != needed:
             raise CommandLineError(
@@ -195,21 +199,22 @@ def _refuse_unreadable(root: Path) -> None:
             )
 
 
-def _digest(root: Path) -> str:
+def _digest(root: Path, *, gpu: bool) -> str:
     """Return a hash of the mounted files and their names, which an upgrade changes."""
     digest = hashlib.sha256()
-    for path in _mounted(root):
+    for path in _mounted(root, gpu=gpu):
         if path.is_file():
             digest.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _mounted(root: Path) -> Iterator[Path]:
-    """Yield the files and folders that compose.yaml mounts, and all that the folders contain."""
-    for name in _MOUNTED.findall((root / "compose.yaml").read_text()):
-        yield root / name
-        yield from sorted((root / name).rglob("*"))
+def _mounted(root: Path, *, gpu: bool) -> Iterator[Path]:
+    """Yield the files and folders that the services mount, and all that the folders contain."""
+    for file in _files(gpu=gpu):
+        for name in _MOUNTED.findall((root / file).read_text()):
+            yield root / name
+            yield from sorted((root / name).rglob("*"))
 
 
 def _running() -> list[str]:

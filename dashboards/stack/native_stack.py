@@ -174,22 +174,27 @@ class NativeStack:
         A stack that is up is started again if an upgrade has changed what it reads.
 
         Raises:
-            CommandLineError: A program is missing, a port is taken, or one does not start.
+            CommandLineError: A program or file is missing, a port is taken, a file cannot be
+                written, or a program does not start.
         """
         children = self._processes.known()
-        is_up = bool(children) and all(process_of(child) for child in children)
+        running = [child.name for child in children if process_of(child)]
+        is_up = bool(children) and len(running) == len(children)
         if is_up and not self._is_outdated():
             return ["it is up already.", *self._banner()[1:]]
-        self.down()
+        used = {port.number for port in self._ports if port.service in running}
         self._set_ports(self._settings)
+        # What may fail, before the stack that runs is stopped.
         commands = self._commands()
-        refuse_taken(self._ports)
-        self._write_configuration()
-        with ExitStack() as undo:  # stops the started processes if a later step fails
-            undo.callback(self.down)
-            self._processes.start(commands)
-            self._wait_until_ready()
-            undo.pop_all()
+        self._configuration()
+        refuse_taken(self._ports, [port.service for port in self._ports if port.number in used])
+        self.down()
+        try:
+            self._start(commands)
+        except (CommandLineError, OSError) as error:
+            reason = str(error) if isinstance(error, CommandLineError) else f"stack: {error}"
+            stopped = "; the stack that was up has been stopped" if running else ""
+            raise CommandLineError(f"{reason}{stopped}") from error
         restarted = ["restarted, because the version or its files have changed."] if is_up else []
         return [*restarted, *self._banner()]
 
@@ -231,6 +236,15 @@ class NativeStack:
     @property
     def _ports(self) -> tuple[Port, ...]:
         return self._prometheus, self._alertmanager, self._alert_log
+
+    def _start(self, commands: Mapping[str, Sequence[str]]) -> None:
+        refuse_taken(self._ports)
+        self._write_configuration()
+        with ExitStack() as undo:  # stops the started processes if a later step fails
+            undo.callback(self.down)
+            self._processes.start(commands)
+            self._wait_until_ready()
+            undo.pop_all()
 
     def _state(self, child: Child) -> str:
         if process_of(child):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import selectors
 import socket
 import ssl
@@ -46,6 +47,8 @@ class Request:
         query: The text after the first "?" of the address, or "".
         is_browser: Whether the headers are those of a browser. A page of a foreign site cannot make
             the browser leave them out.
+        scrape_timeout_seconds: The timeout of a scrape, which Prometheus and compatible scrapers
+            send. None for other clients.
     """
 
     path: str
@@ -55,6 +58,7 @@ class Request:
     host: str = ""
     origin: str = ""
     is_browser: bool = False
+    scrape_timeout_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,8 +291,16 @@ class _Exchange(BaseHTTPRequestHandler):
                 host=self.headers.get("Host", ""),
                 origin=self.headers.get("Origin", ""),
                 is_browser=any(name in self.headers for name in _BROWSER_HEADERS),
+                scrape_timeout_seconds=self._scrape_timeout_seconds(),
             )
         )
+
+    def _scrape_timeout_seconds(self) -> float | None:
+        try:
+            seconds = float(self.headers.get(SCRAPE_TIMEOUT, ""))
+        except ValueError:
+            return None
+        return seconds if 0 < seconds < math.inf else None
 
     def _send_head(self, response: Response, *, with_length: bool) -> None:
         self.send_response(response.status)

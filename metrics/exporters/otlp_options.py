@@ -18,6 +18,9 @@ Signal = Literal["traces", "metrics", "logs"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 
 PROTOCOL = "http/protobuf"
+# The names in OTEL_<SIGNAL>_EXPORTER that choose OTLP. The last two, of OpenTelemetry's SDK for
+# Python, also choose the protocol. They take precedence over the variables of the protocol.
+_OTLP, _OTLP_HTTP, _OTLP_GRPC = "otlp", "otlp_proto_http", "otlp_proto_grpc"
 DEFAULT_TIMEOUT_SECONDS = 5.0
 DEFAULT_METRICS_INTERVAL_SECONDS = 15.0
 DEFAULT_EVERY_STEPS = 100
@@ -117,11 +120,30 @@ class _Reader:
         setting = getattr(self._settings, signal)
         if setting is not None:
             return bool(setting)
-        exporters = self._lower(f"OTEL_{signal.upper()}_EXPORTER")
+        exporters = self._exporters(signal)
         if exporters:
-            return "otlp" in (name.strip() for name in exporters.split(","))
+            return not exporters.isdisjoint((_OTLP, _OTLP_HTTP, _OTLP_GRPC))
         own_endpoint = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
         return signal == "traces" or own_endpoint in self._variables
+
+    def _exporters(self, signal: Signal) -> set[str]:
+        text = self._lower(f"OTEL_{signal.upper()}_EXPORTER")
+        return {name.strip() for name in text.split(",")} if text else set()
+
+    def _refused_protocol(self, signal: Signal) -> tuple[str, str] | None:
+        """Return what chooses a protocol that is not supported, and what to set instead."""
+        exporters, variable = self._exporters(signal), f"OTEL_{signal.upper()}_EXPORTER"
+        if _OTLP_HTTP in exporters:
+            return None
+        if _OTLP_GRPC in exporters and _OTLP not in exporters:
+            return f"{variable} is {_OTLP_GRPC}", f"{variable}={_OTLP_HTTP}"
+        found = self._own_or_common(signal, "PROTOCOL")
+        if found is None or found[1].lower() == PROTOCOL:
+            return None
+        return (
+            f"{found[0]} is {found[1]}",
+            f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL={PROTOCOL}",
+        )
 
     def _endpoint(self, signal: Signal) -> str | None:
         """Return the URL of a signal, or None if there is none, or none that zerowatch supports."""
@@ -132,12 +154,12 @@ class _Reader:
         url = self._variables.get(name)
         if url is None:
             return None
-        protocol = self._own_or_common(signal, "PROTOCOL")
-        if protocol is not None and protocol[1].lower() != PROTOCOL:
+        refused = self._refused_protocol(signal)
+        if refused is not None:
             self._refuse(
-                f"{signal} are not sent by OTLP: {protocol[0]} is {protocol[1]}, and zerowatch "
-                f"supports {PROTOCOL} only. Set OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL="
-                f"{PROTOCOL} and an endpoint with the collector's port for HTTP, usually 4318"
+                f"{signal} are not sent by OTLP: {refused[0]}, and zerowatch supports {PROTOCOL} "
+                f"only. Set {refused[1]} and an endpoint with the collector's port for HTTP, "
+                "usually 4318"
             )
             return None
         if not re.match(r"https?://", url):

@@ -7,6 +7,7 @@ sent is dropped and counted. Training never waits for the queue.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import deque
@@ -36,6 +37,9 @@ FIRST_PAUSE_SECONDS = 30.0
 LAST_PAUSE_SECONDS = 300.0  # pauses double after each failure, up to this maximum
 # Each request contains a small batch, or a single trace, because encoding holds the GIL.
 LINES_AT_ONCE = 64
+# Time after which a flush goes on with the next kind of data, because traces may be queued faster
+# than they can be sent.
+MAX_SECONDS_OF_KIND = 2.0
 
 
 class CircuitBreaker:
@@ -120,6 +124,7 @@ class OtlpQueue:
         self._logged: set[tuple[Signal, bool]] = set()
         self._logged_rejections: set[Signal] = set()
         self._open = True
+        self._is_ending: Callable[[], bool] = lambda: False
 
     def add_trace(self, trace: StepTrace) -> None:
         """Queue a trace."""
@@ -135,12 +140,27 @@ class OtlpQueue:
         else:
             self.dropped += 1
 
-    def flush(self, *, final: bool = False) -> None:
-        """Send the queued data until exports fail. `final` marks the last call."""
-        if self._is_named():
-            self._send_traces()
-            self._send_lines()
-            self._send_metrics(final=final)
+    def flush(self, *, final: bool = False, is_ending: Callable[[], bool] = lambda: False) -> bool:
+        """Send the queued data until exports fail.
+
+        Args:
+            final: Whether this is the last call.
+            is_ending: Returns whether the last call is due, so that this one must return early.
+
+        Returns:
+            Whether data is left because there was no time for it. The next call may follow at once.
+        """
+        if not self._is_named():
+            return False
+        self._is_ending = is_ending
+        if final:  # the process waits for 1 s only, and the metrics contain the end of the run
+            self._send_metrics(final=True)
+        max_seconds = math.inf if final else MAX_SECONDS_OF_KIND
+        has_lines = self._send_lines(max_seconds)
+        has_traces = self._send_traces(max_seconds)
+        if not final:  # after the traces, so that the metrics contain their exemplars
+            self._send_metrics(final=False)
+        return has_lines or has_traces
 
     def give_up(self) -> None:
         """Drop the queued data without further log lines, because the run has ended."""
@@ -148,7 +168,7 @@ class OtlpQueue:
         self.dropped += len(self._traces) + len(self._lines)
 
     def _may_send(self, signal: Signal) -> bool:
-        return self._open and self._circuits[signal].is_closed
+        return self._open and not self._is_ending() and self._circuits[signal].is_closed
 
     def _is_named(self) -> bool:
         if not self._identity:
@@ -158,16 +178,26 @@ class OtlpQueue:
                 self._otlp.describe(self._describe())
         return bool(self._identity)
 
-    def _send_traces(self) -> None:
+    def _send_traces(self, max_seconds: float) -> bool:
+        """Send queued traces. Return whether some are left because the time is up."""
+        ends_at = self._now() + max_seconds
         while self._traces and self._may_send("traces"):
             trace = self._traces.popleft()
             if self._sent("traces", self._otlp.send_traces([trace]), 1):
                 self._add_exemplars(trace)
+            if self._now() >= ends_at:
+                return bool(self._traces)
+        return False
 
-    def _send_lines(self) -> None:
+    def _send_lines(self, max_seconds: float) -> bool:
+        """Send queued log lines. Return whether some are left because the time is up."""
+        ends_at = self._now() + max_seconds
         while self._lines and self._may_send("logs"):
             batch = [self._lines.popleft() for _ in range(min(LINES_AT_ONCE, len(self._lines)))]
             self._sent("logs", self._otlp.send_lines(batch), len(batch))
+            if self._now() >= ends_at:
+                return bool(self._lines)
+        return False
 
     def _send_metrics(self, *, final: bool) -> None:
         now = self._now()
@@ -200,6 +230,8 @@ class OtlpQueue:
         while self._open and (batch := self._batches.take()) is not None:
             was_accepted = self._send_batch(batch, now_ns)
             self._batches.note(batch, was_accepted=was_accepted)
+            if self._is_ending():
+                return
             if was_accepted:
                 num_allowed, num_refused, accepted_at = FAILURES_ALLOWED, 0, self._now()
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,6 +13,8 @@ from itertools import pairwise
 INTERVALS_OF_PATIENCE = 1.2
 # A client that has not scraped for this many of its intervals is gone. No rank waits for it.
 INTERVALS_UNTIL_GONE = 3
+# The scrape interval of a Prometheus server until its scrapes show it. Few are longer.
+ASSUMED_INTERVAL_SECONDS = 60.0
 # Two Prometheus servers may look like one client. The gaps between this many scrapes still show the
 # scrape interval.
 REMEMBERED_SCRAPES = 5
@@ -20,15 +23,32 @@ MAX_CLIENTS = 16
 
 @dataclass(slots=True)
 class _Client:
-    """The times of a client's last scrapes, and whether the client has read the end of the run."""
+    """The times of a client's last scrapes, and whether the client has read the end of the run.
+
+    Attributes:
+        timeout_seconds: The scrape timeout that a Prometheus server sends. None for other clients.
+    """
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_SCRAPES))
     end_was_read: bool = False
+    timeout_seconds: float | None = None
 
     @property
     def interval_seconds(self) -> float | None:
-        """The longest interval between the last scrapes. None after a single scrape."""
-        return max((later - earlier for earlier, later in pairwise(self.times)), default=None)
+        """The longest interval between the last scrapes.
+
+        A Prometheus server scrapes again, so until its interval is known, one is assumed. Another
+        client has none after a single request.
+        """
+        gaps = (later - earlier for earlier, later in pairwise(self.times))
+        longest = max(gaps, default=None)
+        if self.timeout_seconds is None:
+            return longest
+        # An interval is at least the timeout. Clearly shorter gaps are those between the scrapes of
+        # two servers that look like one client, such as behind a proxy.
+        if longest is None or longest < self.timeout_seconds / 2:
+            return ASSUMED_INTERVAL_SECONDS
+        return longest
 
     def is_regular(self, now: float) -> bool:
         """Whether the client scrapes at intervals and has not stopped."""
@@ -40,21 +60,34 @@ class ScrapeTracker:
     """Records the last scrapes of each client, and whether the client has read the end of the run.
 
     If a Prometheus server does not read that the run is over, it reports the rank as down. A rank
-    therefore waits at the end of a run for all clients that scrape regularly. A single request,
-    such as from a browser, neither starts, ends nor extends the wait.
+    therefore waits at the end of a run for all clients that scrape regularly. Prometheus, which is
+    recognized by its scrape timeout, counts as regular from its first scrape on: a short run may
+    not get a second one. A single request of another client, such as a browser, neither starts,
+    ends nor extends the wait.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._clients: dict[str, _Client] = {}
         self._changed = threading.Condition()
-        self._deadline: float | None = None
+        # The first call of `wait_until_end_was_read` on all ranks, and the clients of that moment.
+        self._ended_at: float | None = None
+        self._clients_at_end: list[_Client] = []
+        self._deadline = math.inf
         self._asked_at: float | None = None  # the first call of `wait_until_read`
 
-    def note(self, client: str, *, run_active: float | None) -> None:
-        """Record a scrape by `client`. The response contained this value of run_active."""
+    def note(
+        self, client: str, *, run_active: float | None, timeout_seconds: float | None = None
+    ) -> None:
+        """Record a scrape by `client`.
+
+        Args:
+            client: The name of the client, the same in all of its scrapes.
+            run_active: The value of run_active in the response.
+            timeout_seconds: The timeout that a Prometheus server sends. None for other clients.
+        """
         with self._changed:
-            seen = self._clients.pop(client, None) or _Client()
+            seen = self._clients.pop(client, None) or _Client(timeout_seconds=timeout_seconds)
             seen.times.append(self._now())
             seen.end_was_read = run_active == 0
             self._clients[client] = seen  # moved to the end: the first client is silent longest
@@ -75,9 +108,12 @@ class ScrapeTracker:
                 patience = self.patience_seconds(max_seconds)
                 self._changed.wait_for(lambda: not self._awaited(), patience)
                 return
-            if self._deadline is None:  # includes clients that have read the end of this rank
-                self._deadline = time.monotonic() + _patience(self._regular(), max_seconds)
-            self._changed.wait_for(lambda: False, max(0.0, self._deadline - time.monotonic()))
+            if self._ended_at is None:  # includes clients that have read the end of this rank
+                self._clients_at_end = self._regular()
+                self._ended_at = time.monotonic()
+            latest = time.monotonic() + max_seconds
+            while (left := self._seconds_to_deadline(self._ended_at, latest)) > 0:
+                self._changed.wait(left)
 
     def wait_until_read(self, max_seconds: float) -> None:
         """Block until all clients that scrape regularly have scraped since the first call.
@@ -99,6 +135,15 @@ class ScrapeTracker:
     def patience_seconds(self, max_seconds: float) -> float:
         """Return the seconds to wait for the expected scrapes, or 0 if no scrape is expected."""
         return _patience(self._awaited(), max_seconds)
+
+    def _seconds_to_deadline(self, ended_at: float, latest: float) -> float:
+        """Return how long the clients may still need for the scrapes of all ranks.
+
+        The next scrape may show an interval that is shorter than the assumed one.
+        """
+        patience = _patience(self._clients_at_end, math.inf)
+        self._deadline = min(self._deadline, latest, ended_at + patience)
+        return self._deadline - time.monotonic()
 
     def _awaited(self) -> list[_Client]:
         """Return the clients that scrape regularly and have not read the end of the run."""

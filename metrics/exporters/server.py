@@ -356,7 +356,11 @@ class MetricsServer:
         return Response(
             content_type=content_type_for(request.accept),
             body=rendering.body,
-            sent=lambda client: self._scrapes.note(client, run_active=rendering.run_active),
+            sent=lambda client: self._scrapes.note(
+                client,
+                run_active=rendering.run_active,
+                timeout_seconds=request.scrape_timeout_seconds,
+            ),
         )
 
     def _render(self, accept: str) -> _Rendering:

@@ -218,8 +218,10 @@ class OtelExporter:
         fail_open = self._context.fail_open
         flush = fail_open.wrap("otlp", outbox.flush)
         fail_open.call("otlp", otlp.own_this_thread)
-        while not self._stop.wait(FLUSH_SECONDS):
-            flush()
+        pause_seconds = FLUSH_SECONDS
+        while not self._stop.wait(pause_seconds):
+            is_behind = flush(is_ending=self._stop.is_set)
+            pause_seconds = 0.0 if is_behind else FLUSH_SECONDS
             self.cpu_seconds = time.thread_time()
         flush(final=True)
         fail_open.call("otlp", otlp.close)

@@ -127,6 +127,29 @@ def test_a_browser_is_recognized_by_each_header_that_only_browsers_send(
     ]
 
 
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (b"X-Prometheus-Scrape-Timeout-Seconds: 9.5", 9.5),
+        (b"X-Prometheus-Scrape-Timeout-Seconds: 10s", None),
+        (b"X-Prometheus-Scrape-Timeout-Seconds: 0", None),
+        (b"X-Prometheus-Scrape-Timeout-Seconds: nan", None),
+        (b"X-Prometheus-Scrape-Timeout-Seconds: inf", None),
+        (b"User-Agent: curl/8.5.0", None),
+    ],
+)
+def test_a_scrape_has_the_timeout_of_its_header(
+    connect: Connect, header: bytes, seconds: float | None
+) -> None:
+    asked: list[Request] = []
+    connection, client = connect(FIGURES, asked)
+    client.sendall(b"GET /metrics HTTP/1.0\r\n" + header + b"\r\n\r\n")
+
+    connection.advance()
+
+    assert [each.scrape_timeout_seconds for each in asked] == [seconds]
+
+
 @pytest.fixture
 def stream() -> Response:
     return Response(content_type="text/event-stream", body=b"0\n", next_event=lambda: b"1\n")

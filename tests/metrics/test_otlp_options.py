@@ -46,6 +46,28 @@ def warnings(found):
         ({}, {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"}, {}),
         ({}, {**ENDPOINT, "OTEL_TRACES_EXPORTER": "console"}, {}),
         (
+            {},
+            {
+                **ENDPOINT,
+                "OTEL_TRACES_EXPORTER": "otlp_proto_http",
+                "OTEL_METRICS_EXPORTER": "console,OTLP_proto_http",
+                "OTEL_LOGS_EXPORTER": "otlp_proto_http",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+            },
+            {signal: f"http://a:4318/v1/{signal}" for signal in ("traces", "metrics", "logs")},
+        ),
+        (
+            {},
+            {**ENDPOINT, "OTEL_TRACES_EXPORTER": "otlp_proto_grpc,otlp"},
+            {"traces": "http://a:4318/v1/traces"},
+        ),
+        (
+            {"endpoint": "http://b:1"},
+            {"OTEL_TRACES_EXPORTER": "otlp_proto_grpc"},
+            {"traces": "http://b:1/v1/traces"},
+        ),
+        ({}, {"OTEL_TRACES_EXPORTER": "otlp_proto_grpc"}, {}),
+        (
             {"traces": True},
             {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"},
             {"traces": "http://a:4318/v1/traces"},
@@ -85,6 +107,21 @@ def test_a_protocol_that_is_not_supported_is_warned_of(name):
     [line] = warnings(found)
     assert f"OTEL_EXPORTER_OTLP_{name} is grpc" in line
     assert "http/protobuf" in line
+    assert "4318" in line
+
+
+def test_an_exporter_whose_protocol_is_not_supported_is_warned_of():
+    found = options(
+        **ENDPOINT,
+        OTEL_TRACES_EXPORTER="none",
+        OTEL_METRICS_EXPORTER="otlp_proto_grpc",
+        OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
+    )
+
+    assert found.endpoints == {}
+    [line] = warnings(found)
+    assert "OTEL_METRICS_EXPORTER is otlp_proto_grpc" in line
+    assert "OTEL_METRICS_EXPORTER=otlp_proto_http" in line
     assert "4318" in line
 
 

@@ -266,6 +266,109 @@ def test_log_lines_are_sent_in_batches(make_outbox, sender):
     assert sender.tries == 2
 
 
+class Slow(Refusing):
+    """Accepts everything after a second, in which further traces are queued.
+
+    Attributes:
+        sent: The kind of each request.
+        outbox: The queue.
+        during: Called in each request, with the kind.
+    """
+
+    def __init__(self, clock):
+        super().__init__()
+        self.sent, self.clock, self.outbox, self.during = [], clock, None, lambda kind: None
+
+    def request(self, kind):
+        self.sent.append(kind)
+        self.clock.seconds += 1
+        for _ in range(10):
+            self.outbox.add_trace(TRACE)
+        self.during(kind)
+        return True
+
+    def send_traces(self, traces):
+        return self.request("traces")
+
+    def send_lines(self, lines):
+        return self.request("logs")
+
+    def send_metrics(self, families, start_ns, now_ns):
+        return self.request("metrics")
+
+
+@pytest.fixture
+def slow(make_outbox):
+    """A slow collector, whose queue holds a trace, a log line and one batch of metrics."""
+    clock = FakeClock()
+    slow, recorder = Slow(clock), Recorder()
+    recorder.set(LOSS, 1.0)
+    slow.outbox = make_outbox(recorder, now=clock, metrics=True, otlp=slow)
+    slow.outbox.add_trace(TRACE)
+    slow.outbox.add_line(LINE)
+    return slow
+
+
+def test_traces_that_are_queued_faster_than_sent_do_not_keep_back_other_data(slow):
+    is_behind = slow.outbox.flush()
+
+    assert slow.sent == ["logs", "traces", "traces", "metrics"]
+    assert is_behind
+
+
+def test_log_lines_that_are_queued_faster_than_sent_do_not_keep_back_other_data(slow):
+    def add_lines(kind):
+        for _ in range(MAX_LINES):
+            slow.outbox.add_line(LINE)
+
+    slow.during = add_lines
+
+    slow.outbox.flush()
+
+    assert slow.sent == ["logs", "logs", "traces", "traces", "metrics"]
+
+
+def test_the_last_flush_begins_with_the_metrics_and_the_log_lines(slow):
+    slow.during = lambda kind: kind == "traces" and slow.outbox.give_up()
+
+    slow.outbox.flush(final=True)
+
+    assert slow.sent == ["metrics", "logs", "traces"]
+
+
+def test_a_flush_is_not_behind_if_everything_is_sent_or_exports_pause(make_outbox, sender):
+    outbox = make_outbox()
+    outbox.add_line(LINE)
+
+    assert not outbox.flush()
+    for _ in range(FAILURES_ALLOWED + 1):
+        outbox.add_trace(TRACE)
+    assert not outbox.flush()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("logs", ["logs"]),
+        ("traces", ["logs", "traces"]),
+        ("metrics", ["logs", "traces", "traces", "metrics"]),
+    ],
+)
+def test_a_flush_ends_with_the_running_request_if_the_last_one_is_due(slow, kind, sent):
+    slow.outbox._recorder = recorder_of_many()
+    slow.outbox.add_trace(TRACE)
+
+    slow.outbox.flush(is_ending=lambda: kind in slow.sent)
+    early = list(slow.sent)
+    slow.during = lambda kind: kind == "logs" and slow.outbox.give_up()
+    slow.outbox.add_line(LINE)
+    slow.outbox.flush(final=True)
+
+    assert early == sent
+    assert slow.sent.count("metrics") > sent.count("metrics") + 1
+    assert slow.sent[-1] == "logs"
+
+
 def recorder_of_many():
     """Return a recorder whose metrics are sent in several batches."""
     recorder = Recorder()

@@ -11,7 +11,7 @@ import pytest
 from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
-from zerowatch.metrics.exporters import listener
+from zerowatch.metrics.exporters import listener, scrape_tracker
 from zerowatch.metrics.exporters.scrape_tracker import ScrapeTracker
 from zerowatch.metrics.exporters.server import INTERRUPTED_SECONDS
 from zerowatch.metrics.recorder import Recorder
@@ -25,6 +25,11 @@ def scrape(address: str, client: str = "prometheus", path: str = "/metrics") -> 
     """Scrape, and wait until the server has recorded the scrape, which it does after its answer."""
     get(address, path, **{"User-Agent": client})
     get(address, "/nothing")  # answered by the same thread
+
+
+def scrape_as_prometheus(address: str) -> None:
+    get(address, X_Prometheus_Scrape_Timeout_Seconds="10")
+    get(address, "/nothing")
 
 
 def seconds_of(call) -> float:
@@ -73,6 +78,26 @@ def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, record
 
     assert was_lingering
     assert not lingering.is_alive()
+
+
+def test_a_short_run_that_prometheus_has_scraped_once_lingers_until_its_end_is_read(
+    make_server, recorder
+):
+    server = make_server(linger_seconds=LINGER_SECONDS)
+    address = server.start()
+    scrape_as_prometheus(address)
+    recorder.set(RUN_ACTIVE, 0)
+    lingering = threading.Thread(target=server.wait_for_final_scrape)
+    lingering.start()
+
+    lingering.join(0.05)
+    was_lingering = lingering.is_alive()
+    scrape_as_prometheus(address)
+    lingering.join(LINGER_SECONDS)
+
+    assert was_lingering
+    assert not lingering.is_alive()
+    assert server._scrapes.patience_seconds(LINGER_SECONDS) == 0
 
 
 def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder):
@@ -220,6 +245,38 @@ def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, pati
     assert scrapes.patience_seconds(20) == pytest.approx(patience)
 
 
+@pytest.mark.parametrize(
+    ("scraped_at", "now", "patience"),
+    [
+        ([0], 10, 72),
+        ([0], 180, 72),
+        ([0], 181, 0),
+        ([0, 2], 3, 72),
+        ([0, 15], 16, 18),
+        ([0, 9.8], 10, 11.76),
+        ([0, 2, 15, 17], 18, 15.6),
+        ([0, 90], 91, 75),
+    ],
+    ids=[
+        "scraped once: 1.2 times a minute",
+        "scraped once, three minutes ago",
+        "scraped once, longer ago",
+        "two servers that look alike, each scraped once",
+        "1.2 intervals",
+        "an interval like the timeout, with jitter",
+        "two servers that look alike: the longer gap",
+        "never more than the setting",
+    ],
+)
+def test_prometheus_is_regular_from_its_first_scrape_on(scraped_at, now, patience):
+    clock = iter([*scraped_at, now])
+    scrapes = ScrapeTracker(now=lambda: next(clock))
+    for _ in scraped_at:
+        scrapes.note("prometheus", run_active=1, timeout_seconds=10)
+
+    assert scrapes.patience_seconds(75) == pytest.approx(patience)
+
+
 def test_the_default_setting_waits_for_a_scraper_with_an_interval_of_a_minute():
     most = ServeSettings().linger_seconds
     clock = [0.0]
@@ -306,6 +363,19 @@ def test_each_regular_client_is_waited_for_until_it_has_scraped_once_more():
     assert seconds_of(lambda: scrapes.wait_until_read(LINGER_SECONDS)) < LINGER_SECONDS
 
 
+def test_after_its_first_scrape_prometheus_is_waited_for_until_it_has_scraped_once_more():
+    clock = [0.0]
+    scrapes = ScrapeTracker(now=lambda: clock[0])
+    scrapes.note("prometheus", run_active=1, timeout_seconds=10)
+    scrapes.note("curl", run_active=1)
+
+    assert seconds_of(lambda: scrapes.wait_until_read(0.1)) >= 0.1
+
+    clock[0] = 0.05
+    scrapes.note("prometheus", run_active=1, timeout_seconds=10)
+    assert seconds_of(lambda: scrapes.wait_until_read(LINGER_SECONDS)) < LINGER_SECONDS
+
+
 def test_a_client_that_does_not_scrape_again_is_not_waited_for_longer_than_the_limit():
     clock = [0.0]
     scrapes = scraped(clock, [(0, "prometheus", 1), (1000, "prometheus", 1)])
@@ -327,6 +397,73 @@ def test_rank_0_waits_as_long_as_the_other_ranks_scrapes_may_take():
     for clock[0] in (LINGER_SECONDS, 2 * LINGER_SECONDS):
         scrapes.note("prometheus", run_active=0)
     assert seconds_of(wait) < LINGER_SECONDS  # not again
+
+
+def test_rank_0_waits_no_longer_than_an_interval_that_the_next_scrape_shows(monkeypatch):
+    monkeypatch.setattr(scrape_tracker, "ASSUMED_INTERVAL_SECONDS", 100 * LINGER_SECONDS)
+    clock = [0.0]
+    scrapes = ScrapeTracker(now=lambda: clock[0])
+    scrapes.note("prometheus", run_active=1, timeout_seconds=0.1)
+    waiting = threading.Thread(
+        target=scrapes.wait_until_end_was_read,
+        args=(2 * LINGER_SECONDS,),
+        kwargs={"on_all_ranks": True},
+    )
+    waiting.start()
+    waiting.join(0.05)
+    was_waiting = waiting.is_alive()
+
+    clock[0] = 0.1
+    scrapes.note("prometheus", run_active=0, timeout_seconds=0.1)
+    waiting.join(LINGER_SECONDS)
+
+    assert was_waiting
+    assert not waiting.is_alive()
+
+
+def test_a_single_manual_request_does_not_end_the_wait_of_rank_0_but_ctrl_c_does():
+    clock = [0.0]
+    scrapes = scraped(clock, [(0, "prometheus", 1), (LINGER_SECONDS, "prometheus", 1)])
+    clock[0] = 3.9 * LINGER_SECONDS
+    waiting = threading.Thread(
+        target=scrapes.wait_until_end_was_read,
+        args=(LINGER_SECONDS,),
+        kwargs={"on_all_ranks": True},
+        daemon=True,
+    )
+    waiting.start()
+    assert eventually(lambda: scrapes._ended_at is not None)
+
+    with scrapes._changed:  # the thread waits
+        clock[0] = 4.1 * LINGER_SECONDS  # more than three intervals after the last scrape
+    scrapes.note("curl", run_active=0)
+    waiting.join(0.1)
+    was_waiting = waiting.is_alive()
+    scrapes.wait_until_end_was_read(0, on_all_ranks=True)  # as after Ctrl-C
+    scrapes.note("curl", run_active=0)
+    waiting.join(LINGER_SECONDS)
+
+    assert was_waiting
+    assert not waiting.is_alive()
+
+
+def test_a_wait_of_rank_0_after_ctrl_c_has_its_whole_time_long_after_the_end_of_the_run():
+    clock = [0.0]
+    scrapes = scraped(clock, [(0, "prometheus", 1), (LINGER_SECONDS, "prometheus", 1)])
+    waiting = threading.Thread(
+        target=scrapes.wait_until_end_was_read,
+        args=(LINGER_SECONDS,),
+        kwargs={"on_all_ranks": True},
+    )
+    waiting.start()
+    waiting.join(0.2)
+
+    waited = seconds_of(lambda: scrapes.wait_until_end_was_read(0.1, on_all_ranks=True))
+    scrapes.note("curl", run_active=0)
+    waiting.join(LINGER_SECONDS / 2)
+
+    assert waited >= 0.1
+    assert not waiting.is_alive()
 
 
 def test_a_single_manual_request_neither_ends_nor_extends_the_wait():

@@ -66,7 +66,7 @@ REFUSE_UNREADABLE = stack._refuse_unreadable
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Docker:
     monkeypatch.setenv("PATH", str(tmp_path))
     # This checkout may have been made with any umask.
-    monkeypatch.setattr(stack, "_refuse_unreadable", lambda root: None)
+    monkeypatch.setattr(stack, "_refuse_unreadable", lambda root, gpu: None)
     for variable in (
         "GRAFANA",
         "PROMETHEUS",
@@ -150,6 +150,32 @@ def test_up_gives_compose_another_label_of_the_services_if_a_mounted_file_has_ch
     labeled = {name for name, service in services.items() if service["labels"]}
     assert labeled == set(stack.SERVICES)
     assert services["prometheus"]["labels"] == {"zerowatch.files": "${MOUNTED_FILES:-}"}
+
+
+def test_up_with_gpu_gives_compose_another_label_if_a_file_of_the_gpu_services_has_changed(
+    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    (root / "docker").mkdir(parents=True)
+    for name in ("compose.yaml", "docker/compose.gpu.yaml"):
+        shutil.copy(stack.ROOT / name, root / name)
+    monkeypatch.setattr(stack, "ROOT", root)
+    labels: dict[bool, list[str]] = {True: [], False: []}
+
+    for name in ("dcgm-exporter/counters.csv", "prometheus/gpu/dcgm.yml"):
+        for text in ("old", "new"):
+            file = root / "docker" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            for gpu, found in labels.items():
+                stack.up(with_trainer=False, gpu=gpu)
+                found.append((docker.folder / "digest").read_text())
+
+    assert len(set(labels[True])) == 4
+    assert len(set(labels[False])) == 1
+    services = yaml.safe_load((stack.ROOT / "docker/compose.gpu.yaml").read_text())["services"]
+    for name in stack.GPU_SERVICES:
+        assert services[name]["labels"] == {"zerowatch.files": "${MOUNTED_FILES:-}"}
 
 
 def test_up_without_the_demo_on_gpus_starts_the_exporter_of_the_gpus(docker: Docker) -> None:
@@ -284,14 +310,19 @@ def test_without_sources_the_error_suggests_up_without_trainer(
         ("docker/grafana/provisioning", 0o751),
         ("docker/grafana/provisioning/datasources/all.yaml", 0o640),
         ("dashboards/runbook.md", 0o600),
+        ("docker/dcgm-exporter/counters.csv", 0o600),
+        ("docker/prometheus/gpu", 0o700),
     ],
 )
 def test_files_that_the_services_may_not_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, mode: int
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    shutil.copy(stack.ROOT / "compose.yaml", tmp_path)
-    mounted = re.findall(r"- \./(\S+?):/", (tmp_path / "compose.yaml").read_text())
+    (tmp_path / "docker").mkdir()
+    mounted: list[str] = []
+    for name in ("compose.yaml", "docker/compose.gpu.yaml"):
+        shutil.copy(stack.ROOT / name, tmp_path / name)
+        mounted += re.findall(r"\./(\S+?):/", (tmp_path / name).read_text())
     for each in [*mounted, "docker/grafana/provisioning/datasources/all.yaml"]:
         made = tmp_path / each
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -301,12 +332,24 @@ def test_files_that_the_services_may_not_read_are_refused(
             made.mkdir(exist_ok=True)
     for each in tmp_path.rglob("*"):
         each.chmod(0o755 if each.is_dir() else 0o644)
-    REFUSE_UNREADABLE(tmp_path)  # all of them are readable
+    REFUSE_UNREADABLE(tmp_path, gpu=True)  # all of them are readable
 
     (tmp_path / path).chmod(mode)
 
     with pytest.raises(CommandLineError, match=rf"may not read {tmp_path / path}; run: chmod -R o"):
-        REFUSE_UNREADABLE(tmp_path)
+        REFUSE_UNREADABLE(tmp_path, gpu=True)
+
+
+def test_files_that_only_gpu_services_mount_may_be_unreadable_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    (tmp_path / "docker" / "dcgm-exporter").mkdir(parents=True)
+    shutil.copy(stack.ROOT / "docker/compose.gpu.yaml", tmp_path / "docker")
+    (tmp_path / "compose.yaml").touch()
+    (tmp_path / "docker" / "dcgm-exporter" / "counters.csv").touch(mode=0o600)
+
+    REFUSE_UNREADABLE(tmp_path, gpu=False)
 
 
 def test_a_failure_of_compose_is_reported_with_command_and_exit_code(docker: Docker) -> None:

@@ -13,7 +13,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -462,6 +462,117 @@ def test_a_missing_program_is_reported_with_its_package(
         CommandLineError, match=r"no prometheus on PATH.*apt-get install prometheus"
     ):
         here(tmp_path).up()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outdated:
+    """A stack of an earlier version that is up, in whose place a process sleeps."""
+
+    stack: NativeStack
+    child: Child
+
+    @property
+    def is_up(self) -> bool:
+        return process_of(self.child) is not None
+
+
+@pytest.fixture
+def outdated(tmp_path: Path) -> Iterator[Outdated]:
+    folder, command = tmp_path / "state", ["/bin/sleep", "600"]
+    folder.mkdir()
+    with subprocess.Popen(command) as process:
+        started = psutil.Process(process.pid).create_time()
+        child = Child(name="prometheus", pid=process.pid, started=started, command=command)
+        (folder / "stack.json").write_text(json.dumps([asdict(child)]))
+        yield Outdated(stack=here(tmp_path), child=child)
+        process.kill()
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put files on PATH that have the names of Prometheus and Alertmanager."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("prometheus", "alertmanager"):
+        (folder / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_a_stack_stays_up_if_a_program_for_the_new_one_is_missing(
+    outdated: Outdated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(CommandLineError, match="no prometheus on PATH") as raised:
+        outdated.stack.up()
+
+    assert outdated.is_up
+    assert "stopped" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_stack_stays_up_if_a_port_of_the_new_one_is_taken(
+    outdated: Outdated, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+
+        with pytest.raises(CommandLineError, match=f"port {port} .*, for alert-log, is taken"):
+            here(tmp_path, ALERT_LOG_PORT=port).up()
+
+    assert outdated.is_up
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_stack_stays_up_if_the_files_of_the_new_one_are_missing(
+    outdated: Outdated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_stack, "RENDERED", tmp_path / "rendered")
+
+    with pytest.raises(CommandLineError, match="is missing; `zerowatch dashboards build` makes it"):
+        outdated.stack.up()
+
+    assert outdated.is_up
+
+
+@pytest.mark.usefixtures("programs")
+def test_if_a_file_cannot_be_written_the_error_says_that_the_old_stack_was_stopped(
+    outdated: Outdated, tmp_path: Path
+) -> None:
+    (tmp_path / "state" / "rules").write_text("no folder")
+
+    with pytest.raises(
+        CommandLineError, match=r"^stack: .*rules'; the stack that was up has been stopped$"
+    ):
+        outdated.stack.up()
+
+    assert not outdated.is_up
+
+
+@pytest.mark.usefixtures("programs")
+def test_if_a_file_cannot_be_written_and_nothing_is_up_the_error_names_the_file(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "rules").write_text("no folder")
+
+    with pytest.raises(CommandLineError, match=r"^stack: .*rules'$"):
+        here(tmp_path).up()
+
+
+@pytest.mark.usefixtures("programs")
+def test_if_a_port_is_not_free_later_the_error_says_that_the_old_stack_was_stopped(
+    outdated: Outdated, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])  # it seems to be that of the prometheus that runs
+
+        with pytest.raises(
+            CommandLineError, match=r"for prometheus, is taken.*; the stack that was up .* stopped"
+        ):
+            here(tmp_path, PROMETHEUS_PORT=port).up()
+
+    assert not outdated.is_up
 
 
 def test_a_port_in_use_is_reported_before_anything_is_started(tmp_path: Path) -> None:

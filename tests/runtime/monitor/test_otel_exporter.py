@@ -447,6 +447,37 @@ def test_no_log_lines_are_taken_after_the_end(make_rank, end):
     one.telemetry.close()
 
 
+def test_the_end_of_a_run_sends_metrics_before_the_traces_that_are_left(make_rank, monkeypatch):
+    monkeypatch.setattr(otel_exporter, "FLUSH_SECONDS", 0.01)
+    rank, sent = make_rank(metrics=True), []
+    is_sending, may_go_on = threading.Event(), threading.Event()
+    closing = threading.Thread(target=rank.telemetry.close)
+
+    def send_traces(traces):
+        sent.append("traces")
+        is_sending.set()
+        return may_go_on.wait()
+
+    def send_metrics(*_):
+        sent.append("metrics")
+        return True
+
+    otlp = rank.telemetry._outbox._otlp
+    monkeypatch.setattr(otlp, "send_traces", send_traces)
+    monkeypatch.setattr(otlp, "send_metrics", send_metrics)
+    for number in range(3):
+        rank.trace(number)
+    is_sending.wait()
+    sent.clear()
+
+    closing.start()
+    assert eventually(rank.telemetry._stop.is_set)
+    may_go_on.set()
+    closing.join()
+
+    assert sent == ["metrics", "traces", "traces"]
+
+
 def test_a_close_after_ctrl_c_waits_again_for_the_last_export(make_rank, monkeypatch):
     rank = make_rank(logs=True)
     OWN_LOGGER.warning("the last line")
