@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import resource
 import secrets
 import threading
 import time
@@ -38,7 +40,11 @@ OLDER_TRUSTED_SECONDS = 10.0
 # Time between two polls of the store: it grows from the first value to the second.
 FIRST_POLL_SECONDS = 1.0
 MAX_POLL_SECONDS = 30.0
+# Most connections that zerowatch keeps from each rank to the store: a RankStore, a comparison
+# thread, and two of a TrainingRun.
+CLIENTS_PER_RANK = 4
 _THIS_PROCESS = secrets.token_hex(4)
+_has_room = False  # in this process, for the clients of the ranks
 
 
 class RankStore:
@@ -53,7 +59,8 @@ class RankStore:
     for a moment.
 
     Reading a missing key would block, so the store first checks whether the key exists. If the
-    store fails, for example because its host is gone, it is not used again.
+    store fails, for example because its host is gone, it is not used again. Before the job has a
+    process group, nothing is written or found, but all that was put is written later.
 
     Args:
         process: This process.
@@ -70,6 +77,7 @@ class RankStore:
         store: Store | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._process, self._watch_index = process, watch_index
         self._namespace = StoreNamespace(process.rank, process.attempt, now)
         self._written: dict[str, str] = {}
         self._sent: set[tuple[str, str, str]] = set()  # token, key and text
@@ -77,11 +85,8 @@ class RankStore:
         self._token: str | None = None
         self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
         self._store: Store | None = None
-        if store is None and dist.is_initialized():
-            store = own_client(_get_default_store())
-        if store is not None:
-            self._store = common_store(store, watch_index)
-            self._run(self._namespace.announce)
+        self._may_open = True  # until it was opened or closed
+        self._open(store)
 
     def put(self, key: str, text: str) -> None:
         """Write a text for the other ranks."""
@@ -109,15 +114,27 @@ class RankStore:
     def poll(self) -> None:
         """Check, at increasing intervals, whether rank 0 has a new token.
 
-        If there is a new token, this rank's texts are written again in the new namespace.
+        If there is a new token, this rank's texts are written again in the new namespace. As soon
+        as the job has a process group, they are written for the first time.
         """
-        if self._backoff.is_due:
-            self._backoff.start_delay()
+        if self._may_open or self._backoff.is_due:
             self._run(self._resolve_namespace)
+            self._backoff.start_delay()
 
     def close(self) -> None:
         """Release the client. From now on nothing is written or found. Safe to call twice."""
-        self._store = None
+        self._store, self._may_open = None, False
+
+    def _open(self, store: Store | None = None) -> None:
+        """Use a store, by default a new client of the job's store if there is one by now."""
+        if store is None and (of_job := job_store()) is not None:
+            make_room_for_clients(self._process)
+            store = own_client(of_job)
+        if store is not None:
+            self._may_open = False
+            self._backoff.reset()
+            self._store = common_store(store, self._watch_index)
+            self._run(self._namespace.announce)
 
     def _resolve_namespace(self, store: Store) -> None:
         token = self._namespace.find(store)
@@ -131,6 +148,8 @@ class RankStore:
 
     def _run(self, body: Callable[[Store], None]) -> None:
         """Call a function with the store on a thread, unless an earlier call has not ended."""
+        if self._may_open:
+            self._open()
         store = self._store
         if store is None or (self._call is not None and self._call.is_alive()):
             return
@@ -209,7 +228,7 @@ class StoreClientFactory:
         rank: This rank.
         attempt: Restarts of this node's processes so far.
         watch_index: Watches that this process had before; the same on all ranks.
-        default: Returns the job's store.
+        default: Returns the job's store, or None if it has none; by default `job_store`.
         now: A monotonic clock, in seconds.
 
     Raises:
@@ -221,22 +240,27 @@ class StoreClientFactory:
         rank: int,
         attempt: int,
         watch_index: int,
-        default: Callable[[], Store] = _get_default_store,
+        default: Callable[[], Store | None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watch_index = watch_index
-        self._default = default
+        self._default = default or job_store
         self._namespace = StoreNamespace(rank, attempt, now)
         self._client: Store | None = None
         self._token: str | None = None
         self._is_waiting = False  # with a client, for the token
 
     def connect(self) -> Store | None:
-        """Return a new client in rank 0's namespace, or None if the namespace is not known yet."""
+        """Return a new client in rank 0's namespace.
+
+        None if the namespace is not known yet, or if the job has no store, or not yet.
+        """
         client = self._client if self._is_waiting else None
         self._is_waiting = False
         if client is None:
             client = self._client = self._new_client()
+            if client is None:
+                return None
             self._namespace.announce(common_store(client, self._watch_index))
         store = common_store(client, self._watch_index)
         self._token = self._namespace.find(store)
@@ -254,13 +278,13 @@ class StoreClientFactory:
         """Drop the last client. The connection closes when its stores are gone, too."""
         self._client, self._is_waiting = None, False
 
-    def _new_client(self) -> Store:
-        """Clone the last client, or the job's store if there is no client yet."""
-        client: Store
-        if self._client is None:
-            client = new_client(reconnectable(self._default()))
-        else:
+    def _new_client(self) -> Store | None:
+        """Clone the last client, or the job's store, if any, if there is no client yet."""
+        client: Store | None = None
+        if self._client is not None:
             client = new_client(self._client, connect_seconds=CONNECT_TIMEOUT_SECONDS)
+        elif (store := self._default()) is not None:
+            client = new_client(reconnectable(store))
         return client
 
 
@@ -295,6 +319,40 @@ class StoreNamespace:
 
     def _own_token(self) -> str:
         return f"{self._attempt}-{_THIS_PROCESS}"
+
+
+def job_store() -> Store | None:
+    """Return torch.distributed's store. None without a process group, and with MPI."""
+    try:
+        return _get_default_store() if dist.is_initialized() else None
+    except (ValueError, KeyError):  # the script destroys the group at this moment
+        return None
+
+
+def make_room_for_clients(process: ProcessInfo) -> None:
+    """Let the process that holds the job's store open a file more for each client of zerowatch.
+
+    The connections of all ranks count as open files of that process. With some hundred ranks they
+    would use up the usual limit of 1024, and training could open no file. This does nothing in
+    other processes, nor if torchrun's agent holds the store.
+
+    The limit grows only by the number of clients: child processes inherit it, and some programs
+    close all descriptors up to it one by one. Numbers from 1024 on, which `select` does not
+    support, occur only where there would be no descriptor otherwise.
+    """
+    global _has_room
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_in_rank_0 = isinstance(without_prefixes(job_store()), c10d.TCPStore) and not is_of_agent
+    if _has_room or process.rank != 0 or not is_in_rank_0:
+        return
+    _has_room = True
+    with suppress(OSError, ValueError):  # a sandbox may forbid it
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft in (hard, resource.RLIM_INFINITY):
+            return
+        needed = soft + CLIENTS_PER_RANK * process.world_size
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def own_client(store: Store) -> Store:

@@ -28,7 +28,7 @@ from ..common.rank_store import StoreClientFactory
 from .accounting.rank_comm_costs import RankCommCosts
 from .exchange.rank_messages import CompareResult, Heartbeat, RankReport
 from .exchange.store_channel import PATIENCE_EXCHANGES, StoreChannel
-from .exchange.store_log import StoreConnection
+from .exchange.store_log import StoreConnection, excused_seconds
 from .rank_figures import Figures, RankFigures
 from .rank_statistics import RankStatistics
 from .same_losses import LossWindows, SameLosses
@@ -151,7 +151,7 @@ class ComparisonThread:
         self._own_step_times: StepTimes | None = None
         self._is_store_lost = self._hangs = self._stopping = False
         self._next_exchange = self._next_heartbeat = 0.0
-        self._read_at = now()
+        self._read_at = self._polled_at = now()
         self._last_step = 0
         self._wake = threading.Event()
         self._num_requested = self._num_done = 0  # reports that `report_now` waits for
@@ -330,6 +330,9 @@ class ComparisonThread:
 
     def _poll_once(self) -> None:
         now, requested = self._now(), self._num_requested
+        gap_seconds, self._polled_at = now - self._polled_at, now
+        if excused := excused_seconds(gap_seconds, self._patience_seconds):
+            self._accounting.excuse(excused)
         self._accounting.volume_ratio = self.volume_ratio
         is_due = now >= self._next_exchange
         if is_due:

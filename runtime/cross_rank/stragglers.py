@@ -136,14 +136,24 @@ def step_time_reference(step_times: Sequence[StepTimes]) -> StepTimeReference | 
 
 
 def compared_rank_set(rank_sets: Iterable[RankSet]) -> RankSet | None:
-    """Return the rank set over which step times are compared. Data parallel is preferred."""
+    """Return the rank set over which step times are compared. Data parallel is preferred.
+
+    A rank set is compared only if its first member chooses it, so all members must choose it. In a
+    square mesh of ranks, the row and the column of a rank have equal roles and sizes. The distance
+    of the first two members is the same in all rows, and the same in all columns.
+    """
     shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
     is_pipeline = any(rank_set.role == "pp" for rank_set in shared)
     roles = [role for role in _SAME_WORK_ROLES if not (is_pipeline and role == "world")]
     return min(
         (rank_set for rank_set in shared if rank_set.role in roles),
         default=None,
-        key=lambda rank_set: (roles.index(rank_set.role), -rank_set.size, rank_set.key),
+        key=lambda rank_set: (
+            roles.index(rank_set.role),
+            -rank_set.size,
+            rank_set.members[1] - rank_set.members[0],
+            rank_set.key,
+        ),
     )
 
 

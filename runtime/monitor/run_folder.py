@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ...metrics.atomic_file import open_to_append
+from ...metrics.atomic_file import atomic_write, open_to_append
 from ...metrics.backoff import Backoff
 from ...metrics.file_lock import LOCK_FILE
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.launcher_link import send_run_folder
-from ..common.own_files import is_foreign_folder
+from ..common.own_files import is_foreign_folder, read_own_file
 from ..common.process_info import (
     ProcessInfo,
     launcher_identity,
     launcher_run_id,
+    launcher_start,
     new_run_id,
     numbered_run_id,
 )
@@ -49,7 +50,8 @@ MAX_LIVE_RUNS = 100
 # Maximum number of records that are kept until the run has an id.
 MAX_HELD_RECORDS = 1000
 TARGETS_FILE = "targets.json"
-# Contains one file for each torchrun agent of the job. There is one agent per node.
+# Contains one file for each torchrun agent of the job. There is one agent per node. The file names
+# the agent's last start of workers in this run, and is empty if that is not known.
 LAUNCHERS_FOLDER = "launchers"
 
 
@@ -76,6 +78,7 @@ class RunFolder:
         self._runs = settings.run_log.folder.absolute()  # a script may change its working folder
         self._process = process
         self._launcher = launcher_identity()
+        self._launcher_start = launcher_start()
         self._store = store
         self._targets = targets
         self._log: StepLog | None = None
@@ -138,8 +141,7 @@ class RunFolder:
             self._late_id_backoff.start_delay()
             self._late_id = self._store.get("run_id") or self._late_id
         self._write_missing()
-        if self._process.rank != 0:
-            self._store.poll()
+        self._store.poll()
         if self._process.rank != 0 or not self._settings.serve.enabled:
             return
         if self._targets.poll():
@@ -287,12 +289,16 @@ class RunFolder:
         A restart uses the folder of its own job again, even if the host of the last attempt is gone
         and a network file system has not yet released its lock. A restart never uses another
         existing folder, because another job may restart there.
+
+        torchrun does not count the restart after a node was lost or joined. A folder that the
+        launcher has signed in another start shows such a restart.
         """
         if not self.is_logged:
             return run_id
         is_restart = self._process.attempt > 0 and self._launcher is not None
         for own in self._own_ids(run_id):
-            if self._lock_folder(self._runs / own) or is_restart:
+            folder = self._runs / own
+            if self._lock_folder(folder) or is_restart or self._is_of_another_start(folder):
                 return own
         for candidate in _numbered(run_id):
             folder = self._runs / candidate
@@ -327,13 +333,25 @@ class RunFolder:
             if is_signed and not is_foreign_folder(folder):
                 yield candidate
 
+    def _is_of_another_start(self, folder: Path) -> bool:
+        """Whether this launcher signed the folder when it had started other workers."""
+        if self._launcher is None or self._launcher_start is None:
+            return False
+        try:
+            start = read_own_file(folder / LAUNCHERS_FOLDER / self._launcher)
+        except OSError:
+            return False
+        return start not in (b"", self._launcher_start.encode())
+
     def _sign(self, folder: Path) -> None:
         """Write the name of this node's launcher into the folder, so a restart finds the folder."""
         if self._launcher is not None and self._process.local_rank == 0:
             self._is_signed = False
             with contextlib.suppress(OSError):
                 (folder / LAUNCHERS_FOLDER).mkdir(parents=True, exist_ok=True)
-                (folder / LAUNCHERS_FOLDER / self._launcher).touch()
+                signature = folder / LAUNCHERS_FOLDER / self._launcher
+                signature.touch()  # needs no space on a full disk
+                atomic_write(signature, self._launcher_start or "")
                 self._is_signed = True
 
     def _lock_folder(self, folder: Path) -> bool:

@@ -29,6 +29,8 @@ _PROBE_BYTES = 2**20
 _LEAST_FREE_BYTES = 64 * 2**20
 _LEAST_SHARED_BYTES = 2**30
 _LEAST_DESCRIPTORS = 4096
+_OWN_DESCRIPTORS = 1024
+_CONNECTIONS_PER_RANK = 3
 _SLOW_WRITE_SECONDS = 2.0
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p")
@@ -259,12 +261,18 @@ def check_limits(job: Job) -> Iterator[Finding]:
                 free_bytes=float(usage.free),
             )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _LEAST_DESCRIPTORS:
+    # The process that holds the store of the job, rank 0 or its launcher, has a connection to each
+    # rank for torch and two for monitoring.
+    ranks = "ranks" if job.world_size is None else f"{job.world_size} ranks"
+    least = max(
+        _LEAST_DESCRIPTORS, _OWN_DESCRIPTORS + _CONNECTIONS_PER_RANK * (job.world_size or 1)
+    )
+    if soft != resource.RLIM_INFINITY and soft < least:
         faults += 1
         yield warning(
-            f"limit of open files: {soft} (hard limit {hard}); workers and connections of many "
-            "ranks need more",
-            f"ulimit -n {max(_LEAST_DESCRIPTORS, min(hard, 65536)) if hard > 0 else 65536}",
+            f"limit of open files: {soft} (hard limit {hard}); workers and the connections of the "
+            f"{ranks} to the job's store may need {least}",
+            f"ulimit -n {max(least, min(hard, 65536)) if hard > 0 else max(least, 65536)}",
         )
     if not faults:
         yield ok(f"shared memory and the limit of open files ({soft}) suffice")

@@ -144,6 +144,12 @@ class RankCommCosts:
         while state.reported and not (unmatched and unmatched[0].sequence < state.reported[0][1]):
             state.reported.popleft()
 
+    def excuse(self, seconds: float) -> None:
+        """Let all reported calls wait longer for a result: this rank has read none for a time."""
+        now = self._now()
+        for state in self._states.values():
+            state.reported = deque((min(at + seconds, now), end) for at, end in state.reported)
+
     def expire(self, patience_seconds: float, *, is_compared: bool) -> None:
         """Add reported calls as unmatched if no result came within `patience_seconds`.
 

@@ -21,6 +21,8 @@ FIRST_RETRY_SECONDS = 30.0
 MAX_RETRY_SECONDS = 300.0
 # Number of entries of a log that are kept. Older entries are deleted, so a TCPStore does not grow.
 MAX_ENTRIES = 16
+# Longest time between two polls of a log that counts in full, as a part of the reader's patience.
+LONGEST_GAP = 0.5
 
 
 class StoreConnection:
@@ -120,6 +122,16 @@ class StoreConnection:
         return self._client
 
 
+def excused_seconds(gap_seconds: float, patience_seconds: float) -> float:
+    """Return how much of the time between two polls does not count against other ranks.
+
+    After a long time, such as a suspension of the job, it is unknown whether they were silent. A
+    part of it counts nevertheless, so that a reader that is always late still finds a lost rank.
+    """
+    longest_seconds = LONGEST_GAP * patience_seconds
+    return gap_seconds - longest_seconds / 2 if gap_seconds > longest_seconds else 0.0
+
+
 class StoreLogWriter:
     """Appends to a log in the store, which other ranks read.
 
@@ -163,6 +175,7 @@ class StoreLogReader:
         self._name = name
         self._next = 0
         self._last_read = self._last_caught_up = store.now()
+        self._last_poll = self._silent_since = store.now()
         self.has_entries = False
 
     def poll(self, patience_seconds: float) -> Iterator[bytes]:
@@ -171,21 +184,30 @@ class StoreLogReader:
         If there was no new entry for `patience_seconds`, skip to the latest entry. The entries in
         between may have been deleted while this rank paused.
         """
+        gap_seconds = self._store.now() - self._last_poll
+        self._last_poll = self._store.now()
+        self._silent_since += excused_seconds(gap_seconds, patience_seconds)
         yield from self._read_new()
-        if self.silent_seconds() > patience_seconds:
+        if self._seconds_since(self._last_read) > patience_seconds:
             self._catch_up(patience_seconds)
             yield from self._read_new()
 
     def silent_seconds(self) -> float:
-        """Return the seconds since the last entry was read, or since the store was last opened."""
-        return self._store.now() - max(self._last_read, self._store.opened_at)
+        """Return the seconds since the last entry was read, or since the store was last opened.
+
+        Of a long time in which this rank itself did not poll, most does not count.
+        """
+        return self._seconds_since(self._silent_since)
+
+    def _seconds_since(self, seconds: float) -> float:
+        return self._store.now() - max(seconds, self._store.opened_at)
 
     def _read_new(self) -> Iterator[bytes]:
         while self._store.check([key := f"{self._name}/{self._next}"]):
             entry = self._store.get(key)
             self._next += 1
             self.has_entries = True
-            self._last_read = self._last_caught_up = self._store.now()
+            self._last_read = self._last_caught_up = self._silent_since = self._store.now()
             yield entry
 
     def _catch_up(self, after_seconds: float) -> None:

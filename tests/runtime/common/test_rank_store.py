@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ from torch.distributed.distributed_c10d import Store
 from zerowatch.runtime.common import rank_store
 from zerowatch.runtime.common.process_info import ProcessInfo, node_name
 from zerowatch.runtime.common.rank_store import (
+    CLIENTS_PER_RANK,
     OLDER_TRUSTED_SECONDS,
     RankStore,
     StoreClientFactory,
     TargetDiscovery,
+    make_room_for_clients,
     new_client,
     reconnectable,
 )
@@ -47,6 +50,11 @@ def store(request: pytest.FixtureRequest, server: TCPStore) -> Store:
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture(autouse=True)
+def keep_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_store, "_has_room", True)
 
 
 def process(rank: int, attempt: int = 0) -> ProcessInfo:
@@ -227,6 +235,138 @@ def test_a_job_without_a_store_has_no_texts(monkeypatch, clock) -> None:
     ranks_store.put("run_id", "night-7")
 
     assert ranks_store.get("run_id") is None
+
+
+def test_nothing_connects_before_the_job_has_a_process_group(monkeypatch, clock) -> None:
+    ranks_stores = [RankStore(process(rank), WATCH_INDEX, now=clock) for rank in (0, 1)]
+    factories = [StoreClientFactory(rank, 0, WATCH_INDEX, now=clock) for rank in (0, 1)]
+    ranks_stores[0].put("run_id", "night-7")
+    before = [factory.connect() for factory in factories], ranks_stores[1].get("run_id")
+
+    set_job_store(HashStore(), monkeypatch)
+    ranks_stores[0].put("address/0", "node-0:9464")
+    first, second = (factory.connect() for factory in factories)
+    assert first is not None and second is not None
+    first.set("key", "text")
+
+    assert before == ([None, None], None)
+    assert second.get("key") == b"text"
+    assert ranks_stores[1].texts(["run_id", "address/0"]) == {
+        "run_id": "night-7",
+        "address/0": "node-0:9464",
+    }
+
+
+def test_a_store_that_was_closed_before_the_job_had_a_process_group_stays_closed(
+    monkeypatch, clock
+) -> None:
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+    ranks_store.close()
+    set_job_store(HashStore(), monkeypatch)
+
+    ranks_store.put("run_id", "night-7")
+
+    assert ranks_store.get("run_id") is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError])
+def test_a_process_group_that_the_script_destroys_meanwhile_has_no_store(
+    monkeypatch, clock, error: type[Exception]
+) -> None:
+    def destroyed() -> Store:
+        raise error("no default process group")
+
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+    set_job_store(HashStore(), monkeypatch)
+    monkeypatch.setattr(rank_store, "_get_default_store", destroyed)
+
+    ranks_store.put("run_id", "night-7")
+
+    assert ranks_store.get("run_id") is None
+    assert StoreClientFactory(0, 0, WATCH_INDEX, now=clock).connect() is None
+
+
+def test_a_poll_writes_as_soon_as_the_job_has_a_process_group(monkeypatch, clock) -> None:
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+    ranks_store.put("run_id", "night-7")
+    ranks_store.poll()
+
+    set_job_store(HashStore(), monkeypatch)
+    ranks_store.poll()  # at the same time: the delay between two polls is not over
+
+    assert RankStore(process(1), WATCH_INDEX, now=clock).get("run_id") == "night-7"
+
+
+def test_a_job_without_a_store_has_no_clients(monkeypatch, clock) -> None:
+    set_job_store(None, monkeypatch)  # as with MPI
+
+    assert StoreClientFactory(0, 0, WATCH_INDEX, now=clock).connect() is None
+
+
+UNLIMITED = resource.RLIM_INFINITY
+ROOM = 2 * CLIENTS_PER_RANK  # for two ranks
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The limits of open files, the last of which holds."""
+    limits = [(1024, 4096)]
+
+    def set_limit(which: int, limit: tuple[int, int]) -> None:
+        if limit[1] == 0:
+            raise ValueError("not allowed to raise maximum limit")
+        limits.append(limit)
+
+    monkeypatch.setattr(rank_store, "_has_room", False)
+    monkeypatch.setattr(rank_store.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(rank_store.resource, "setrlimit", set_limit)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return limits
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, 1024 + ROOM),
+        (1024, UNLIMITED, 1024 + ROOM),
+        (4095, 4096, 4096),
+        (4096, 4096, None),
+        (UNLIMITED, UNLIMITED, None),
+        (1024, 0, None),  # it cannot be set
+    ],
+)
+def test_rank_zero_makes_room_for_the_clients_in_the_process_of_the_store(
+    server: TCPStore, monkeypatch, limits, soft: int, hard: int, raised: int | None
+) -> None:
+    limits[:] = [(soft, hard)]
+    set_job_store(PrefixStore("job", server), monkeypatch)
+
+    for _ in range(2):  # two watches, one after the other
+        make_room_for_clients(process(0))
+
+    assert limits[1:] == ([] if raised is None else [(raised, hard)])
+
+
+def test_the_limit_is_raised_once_a_watch_finds_the_store_and_nowhere_else(
+    server: TCPStore, monkeypatch, limits, clock
+) -> None:
+    RankStore(process(0), WATCH_INDEX, now=clock)  # no process group
+    for rank, store, holds_agent in (
+        (1, server, "False"),
+        (0, server, "True"),
+        (0, HashStore(), "False"),
+        (0, None, "False"),
+    ):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", holds_agent)
+        set_job_store(store, monkeypatch)
+        RankStore(process(rank), WATCH_INDEX, now=clock)
+    before = limits[1:]
+
+    set_job_store(server, monkeypatch)
+    RankStore(process(0), WATCH_INDEX, now=clock)
+
+    assert before == []
+    assert limits[1:] == [(1024 + ROOM, 4096)]
 
 
 class FullHost(TCPStore):

@@ -302,6 +302,46 @@ def test_a_rank_whose_thread_was_paused_for_long_is_matched_again(paused: int) -
     assert ranks[2].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 0
 
 
+def test_after_a_suspension_of_the_whole_job_no_rank_counts_as_silent() -> None:
+    ranks = ComparedRanks(3)
+    for _ in range(4):
+        ranks.exchange(times=2)
+        ranks.clock.seconds += 3600
+
+    ranks.exchange()
+
+    assert [rank.failures("peer") for rank in ranks.all] == [0, 0, 0]
+
+
+def test_after_a_suspension_calls_still_wait_for_their_result() -> None:
+    ranks = ComparedRanks(3)
+    ranks.exchange(times=2)
+    for rank, milliseconds in zip(ranks.all, (4, 10, 10), strict=True):
+        rank.run(milliseconds)
+        rank.poll()
+        rank.thread._next_exchange = 0.0
+        rank.poll()
+    ranks.clock.seconds += 3600
+    for number in (1, 2, 0):  # the rank that compares is the last to go on
+        ranks[number].poll()
+
+    ranks.exchange(times=2)
+
+    assert [rank.failures("unmatched") for rank in ranks.all] == [0, 0, 0]
+    waits = [rank.milliseconds(WAIT, "dp") for rank in ranks.all]
+    assert waits == pytest.approx([0, 6, 6], abs=1e-4)
+
+
+def test_a_rank_that_is_lost_in_a_suspension_counts_as_silent() -> None:
+    ranks = ComparedRanks(3)
+    ranks.exchange()
+    ranks.clock.seconds += 3600
+
+    ranks.exchange(2, times=PATIENCE_EXCHANGES + 1)
+
+    assert [rank.failures("peer") for rank in ranks.all] == [1, 0, 0]
+
+
 def test_a_rank_that_compares_nothing_counts_its_costs_and_no_failures() -> None:
     ranks = ComparedRanks(2)
     alone = ComparedRank(0, ranks.clock, None, FakeGroup((0, 1))).connect()

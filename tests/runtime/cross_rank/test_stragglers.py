@@ -366,10 +366,30 @@ def test_of_groups_with_the_same_role_the_larger_one_is_compared() -> None:
     assert compared_rank_set(rank_sets[:1]) is None
 
 
-def test_of_groups_of_the_same_size_all_ranks_choose_the_same() -> None:
+def test_of_groups_of_the_same_size_the_one_with_adjacent_ranks_is_compared() -> None:
     rank_sets = [FakeGroup(members).rank_set for members in ((0, 3), (0, 1), (0, 2))]
 
-    assert compared_rank_set(rank_sets) is min(rank_sets, key=lambda each: each.key)
+    assert compared_rank_set(rank_sets) is rank_sets[1]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards"), [(2, 2), (4, 4), (8, 8), (16, 16), (2, 8), (16, 8)], ids=str
+)
+def test_each_rank_of_a_mesh_is_compared(replicas: int, shards: int) -> None:
+    num_ranks = replicas * shards
+    rows = [tuple(range(first, first + shards)) for first in range(0, num_ranks, shards)]
+    columns = [tuple(range(first, num_ranks, shards)) for first in range(shards)]
+
+    compared = {
+        rank: compared_rank_set(
+            FakeGroup(members).rank_set for members in (*columns, *rows) if rank in members
+        )
+        for rank in range(num_ranks)
+    }
+
+    # The first rank of a rank set compares its members.
+    chosen = {rank: rank_set.members for rank, rank_set in compared.items() if rank_set}
+    assert [chosen[chosen[rank][0]] for rank in range(num_ranks)] == list(chosen.values())
 
 
 def test_a_score_is_the_share_of_a_step_by_which_a_rank_is_slower() -> None:

@@ -21,16 +21,18 @@ from fakes.foreign_files import forbid_to_write
 from fakes.locked_file import locked_by_another_process
 from fakes.raw_steps import raw_step
 from fakes.steps import step as record
+from torch.distributed import HashStore
 
 from zerowatch.metrics.file_lock import LOCK_FILE
 from zerowatch.metrics.settings import Settings
+from zerowatch.runtime.common import rank_store
 from zerowatch.runtime.common.launcher_link import receive_run_folder
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
 from zerowatch.runtime.monitor import run_folder as run_folder_module
 from zerowatch.runtime.monitor import step_ring
 from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
-from zerowatch.runtime.monitor.run_folder import RunFolder
+from zerowatch.runtime.monitor.run_folder import LAUNCHERS_FOLDER, RunFolder
 
 RUN_ID = "night-7"
 ADDRESS = "127.0.0.1:9464"
@@ -48,13 +50,14 @@ def open_folder(
     attempt: int = 0,
     run_id: str = RUN_ID,
     now: Callable[[], float] = time.monotonic,
+    is_served: bool = True,
 ) -> RunFolder:
     process = ProcessInfo(
         rank=rank, local_rank=local_rank, world_size=2, host="here", attempt=attempt
     )
     store = RankStore(process, 0)
     targets = TargetDiscovery(store, process)
-    settings = Settings(run_id=run_id, run_log={"folder": runs})
+    settings = Settings(run_id=run_id, run_log={"folder": runs}, serve={"enabled": is_served})
     return RunFolder(settings, process, store, targets, now)
 
 
@@ -133,6 +136,24 @@ def test_a_lock_that_the_script_has_released_by_a_copy_is_taken_again(tmp_path: 
     assert not is_locked(tmp_path / "runs" / RUN_ID)
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+def test_rank_0_shares_its_id_once_the_job_has_a_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_served: bool
+) -> None:
+    folders = [open_folder(tmp_path, rank=rank, is_served=is_served) for rank in (0, 1)]
+    for folder in folders:
+        folder.poll()
+    before = folders[1].run_id
+
+    store = HashStore()
+    monkeypatch.setattr(rank_store, "job_store", lambda: store)
+    for folder in folders:
+        folder.poll()
+        folder.close()
+
+    assert (before, folders[1].run_id) == (None, RUN_ID)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Let this process be a rank of one of torchrun's agents, by the agent's log folder."""
@@ -160,6 +181,29 @@ def test_a_restart_keeps_its_id_even_if_the_lock_of_the_last_attempt_is_still_he
         again = claimed(tmp_path, attempt=1)
 
     assert again == RUN_ID
+
+
+def test_a_restart_that_torchrun_does_not_count_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, attempt = tmp_path / "runs", tmp_path / "agent" / "attempt_0"
+    (attempt / "0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / "0" / "error.json"))
+    claimed(runs)
+
+    with locked_by_another_process(runs / RUN_ID / LOCK_FILE):
+        of_same_start = claimed(runs)
+        os.utime(attempt, ns=(1, 1))  # a node was lost, and the agent made its folder again
+        restarted = [claimed(runs), claimed(runs)]
+        (signature,) = (runs / RUN_ID / LAUNCHERS_FOLDER).iterdir()
+        signature.write_text("")  # as if it was not known in which start
+        os.utime(attempt, ns=(2, 2))
+        of_unknown_start = claimed(runs)
+
+    assert of_same_start == f"{RUN_ID}-2"
+    # The first run of the new start has signed its folder, so the second one takes the other.
+    assert restarted == [RUN_ID, f"{RUN_ID}-2"]
+    assert of_unknown_start == f"{RUN_ID}-2"
 
 
 def test_a_restart_takes_the_folder_of_its_own_job(tmp_path: Path, launched, caplog) -> None:

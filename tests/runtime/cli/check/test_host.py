@@ -173,8 +173,8 @@ def test_a_run_that_logs_nothing_needs_no_folder() -> None:
             4095,
             5000,
             [
-                "limit of open files: 4095 (hard limit 5000); workers and connections of many "
-                "ranks need more"
+                "limit of open files: 4095 (hard limit 5000); workers and the connections of the "
+                "ranks to the job's store may need 4096"
             ],
         ),
     ],
@@ -199,6 +199,22 @@ def test_the_advised_limit_of_open_files_is_within_the_hard_one(
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, hard))
 
     assert [each.advice for each in check_limits(Job())] == [f"ulimit -n {advised}"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "soft", "advice"),
+    [(1024, 4096, ""), (2048, 7167, "ulimit -n 7168"), (2048, 7168, "")],
+)
+def test_each_rank_needs_three_connections_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, soft: int, advice: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2**30))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 5000))
+
+    [finding] = check_limits(Job(world_size=ranks))
+
+    assert finding.advice == advice
+    assert (f"the {ranks} ranks" in finding.text) is (advice != "")
 
 
 def ports_findings(

@@ -36,6 +36,34 @@ def test_a_wait_is_what_the_quickest_member_did_not_need(rank: AccountedRank) ->
     assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(7, abs=1e-5)
 
 
+@pytest.mark.parametrize(("waited", "is_pending"), [(PATIENCE, True), (PATIENCE + 1, False)])
+def test_excused_time_is_added_to_the_wait_for_a_result(
+    rank: AccountedRank, waited: float, is_pending: bool
+) -> None:
+    rank.group.run(ms=4)
+    rank.report()
+    rank.clock.seconds += 50
+    rank.accounting.excuse(50 - 0.5)
+    rank.clock.seconds += waited - 1
+
+    rank.expire(PATIENCE)
+
+    assert rank.accounting.has_pending() is is_pending
+
+
+def test_a_rank_that_waits_no_longer_adds_excused_calls_too(rank: AccountedRank) -> None:
+    rank.group.run(ms=4)
+    rank.clock.seconds += 3  # the store was slow before the report
+    rank.report()
+    rank.clock.seconds += 1
+    rank.accounting.excuse(4)
+
+    rank.expire(0.0)
+
+    assert not rank.accounting.has_pending()
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(4)
+
+
 def test_causes_of_a_call_follow_the_formula() -> None:
     rank = AccountedRank(FakeGroup((0, 1)), volume_ratio=2.0)
     for _ in range(3):  # one size of 2 ms: that is the base latency from then on

@@ -12,6 +12,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from zerowatch.runtime.cross_rank.exchange.store_log import (
+    LONGEST_GAP,
     MAX_ENTRIES,
     StoreConnection,
     StoreLogReader,
@@ -178,6 +179,42 @@ def test_silence_is_the_time_since_the_last_entry(store: StoreConnection, clock:
     assert before == 3
     assert reader.silent_seconds() == 1
     assert writer.silent_seconds() == 3
+
+
+def test_of_a_long_time_in_which_the_reader_was_absent_most_is_no_silence(
+    store: StoreConnection, clock: FakeClock
+) -> None:
+    reader = StoreLogReader(store, "row")
+    clock.seconds += 4
+    entries(reader)
+    clock.seconds += 60  # the whole job was suspended
+    entries(reader)
+    clock.seconds += 3
+    entries(reader)
+
+    assert reader.silent_seconds() == 4 + PATIENCE * LONGEST_GAP / 2 + 3
+
+
+def test_a_reader_that_is_often_absent_sees_a_silence_in_the_end(
+    store: StoreConnection, clock: FakeClock
+) -> None:
+    reader = StoreLogReader(store, "row")
+    for _ in range(10):
+        clock.seconds += PATIENCE * 0.6
+        entries(reader)
+
+    assert reader.silent_seconds() > PATIENCE
+
+
+def test_a_reader_that_polls_as_rarely_as_it_may_sees_a_silence(
+    store: StoreConnection, clock: FakeClock
+) -> None:
+    reader = StoreLogReader(store, "row")
+    for _ in range(3):
+        clock.seconds += PATIENCE * LONGEST_GAP
+        entries(reader)
+
+    assert reader.silent_seconds() == 3 * PATIENCE * LONGEST_GAP
 
 
 def seconds_until_open(connection: StoreConnection, clock: FakeClock) -> int:
