@@ -123,8 +123,12 @@ class Accelerator(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured into a graph."""
 
-    def allow_queries_while_capturing(self) -> bool:
-        """Let this thread query events while another thread captures a graph. Return success."""
+    def prepare_thread(self, index: int) -> bool:
+        """Let this thread query events of a device, also while another thread captures a graph.
+
+        A thread of monitoring calls this before its first other call of the device. The device
+        becomes the thread's current one. If the result is False, the thread must not query events.
+        """
 
     def memory_stats(self, index: int) -> dict[str, Any]:
         """Return the allocator's statistics, nested as torch.cuda.memory_stats_as_nested_dict's.
@@ -254,17 +258,23 @@ class CudaAccelerator:
         """Return the UUID as nvidia-smi prints it."""
         return ("MIG-" if self.is_slice(index) else "GPU-") + self.device_uuid(index)
 
-    def allow_queries_while_capturing(self) -> bool:
-        """Let this thread query events while another thread captures a CUDA graph.
+    def prepare_thread(self, index: int) -> bool:
+        """Make a GPU this thread's current one, and relax the thread's mode of captures.
 
-        In the default mode, a query by any thread invalidates the capture.
+        The current GPU of a new thread is GPU 0, where the first call of the runtime would create
+        a context of half a gigabyte. In the default mode, a query by any thread invalidates the
+        capture of a CUDA graph.
 
         Returns:
-            Whether the mode was set. If not, this thread must not query events.
+            Whether both were set. If not, this thread must not query events.
         """
+        try:
+            torch.cuda.set_device(index)
+        except RuntimeError as error:  # a kernel has failed, or the GPU is lost
+            logger.info("a thread of monitoring cannot use cuda:%d: %s", index, error)
+            return False
         exchange = _runtime_function("ThreadExchangeStreamCaptureMode")
         if exchange is None:
-            logger.info("collectives on CUDA are not timed")
             return False
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         return bool(exchange(ctypes.byref(mode)) == 0)
@@ -342,12 +352,15 @@ class _OnStream:
 def _runtime_function(name: str) -> Callable[..., int] | None:
     """Return a function of the CUDA or HIP runtime, such as "StreamCreateWithFlags"."""
     full_name = ("hip" if torch.version.hip else "cuda") + name
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None), full_name)  # torch has loaded it
-    except (OSError, AttributeError):
-        logger.info("the runtime has no %s", full_name)
-        return None
-    return function
+    # torch has loaded the runtime: CUDA's for the whole process, HIP's perhaps for itself only.
+    for library in (None, torch._C.__file__):
+        try:
+            function: Callable[..., int] = getattr(ctypes.CDLL(library), full_name)
+        except (OSError, AttributeError):
+            continue
+        return function
+    logger.info("the runtime has no %s", full_name)
+    return None
 
 
 # The class for each of torch's types of device. Without any device it is the first.

@@ -96,7 +96,7 @@ def identity(nvml: Any, handle: Any) -> HealthReadings:
 
     def text(ask: Callable[[], Any]) -> str:
         try:
-            return str(ask())
+            return text_of(ask())
         except nvml.NVMLError:
             return ""
 
@@ -122,6 +122,11 @@ def call(nvml: Any, name: str, *arguments: Any) -> Any:
     if function is None:
         raise nvml.NVMLError(nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     return function(*arguments)
+
+
+def text_of(answer: str | bytes) -> str:
+    """Return a text; pynvml before 11.5 returns bytes."""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
 def field_value(nvml: Any, handle: Any, constant: str, scope: int = 0) -> float:

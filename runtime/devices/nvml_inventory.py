@@ -104,7 +104,8 @@ def _facts(nvml: Any, index: int) -> GpuFacts:
 
 def _memory_rate(nvml: Any, gpu: Any) -> float | None:
     """Return bus width times clock times 2: GPU memory transfers twice per cycle of that clock."""
-    width_bits = _ask(nvml, nvml.nvmlDeviceGetMemoryBusWidth, gpu)
+    # pynvml before 11.5, another distribution of the same module, lacks it.
+    width_bits = _ask(nvml, getattr(nvml, "nvmlDeviceGetMemoryBusWidth", None), gpu)
     clock_mhz = _ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, gpu, nvml.NVML_CLOCK_MEM)
     if not width_bits or not clock_mhz:
         return None
@@ -118,12 +119,13 @@ def _pcie(
     return None if None in found else (int(found[0] or 0), int(found[1] or 0))
 
 
-def _ask(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:
+def _ask(nvml: Any, function: Callable[..., T] | None, *arguments: Any) -> T | None:
     """Return NVML's answer, or None where the device or the driver refuses it.
 
-    The answer is also None if an argument is: NVML has given no handle of the device.
+    The answer is also None if there is no such function, or if an argument is None: NVML has given
+    no handle of the device.
     """
-    if None in arguments:
+    if function is None or None in arguments:
         return None
     try:
         return function(*arguments)

@@ -27,6 +27,7 @@ from .gpu_health import (
     health_sources,
     identity,
     number_of,
+    text_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def nvml_device_of(device: str, uuid: str, now: Clock = time.monotonic) -> NvmlD
     if pynvml is None:
         return None
     try:
-        return NvmlDevice(device, pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid), now)
+        return NvmlDevice(device, pynvml, _handle_of(pynvml, uuid), now)
     except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
         logger.warning(
@@ -237,7 +238,7 @@ def _find_handle(
     prefixes = ("MIG-",) if is_slice else ("GPU-", "MIG-")
     for name in () if uuid is None else [prefix + uuid for prefix in prefixes]:
         try:
-            return nvml.nvmlDeviceGetHandleByUUID(name)
+            return _handle_of(nvml, name)
         except nvml.NVMLError:
             continue
     entry = _visible_entry(variable, device_index)
@@ -277,19 +278,30 @@ def _visible_entry(variable: str | None, device_index: int) -> int | str | None:
 def _handle_by_uuid(nvml: Any, uuid: str) -> Any:
     """Find a device by UUID. The UUID of a whole GPU may be abbreviated if it is unambiguous."""
     if uuid.startswith("MIG-"):
-        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return _handle_of(nvml, uuid)
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    matching = [handle for handle in handles if nvml.nvmlDeviceGetUUID(handle).startswith(uuid)]
-    return matching[0] if len(matching) == 1 else None
+    found = [each for each in handles if text_of(nvml.nvmlDeviceGetUUID(each)).startswith(uuid)]
+    return found[0] if len(found) == 1 else None
+
+
+def _handle_of(nvml: Any, uuid: str) -> Any:
+    """Return NVML's handle of the device with exactly this UUID."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except TypeError:  # pynvml before 11.5, another distribution of the same module
+        return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
 
 
 def _supported(device: str, nvml: Any, makers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Return what the functions make, without those that the device does not support."""
+    """Return what the functions make, without those that the device does not support.
+
+    A function or a constant that the module lacks counts as not supported, too.
+    """
     made: dict[str, T] = {}
     for name, make in makers.items():
         try:
             made[name] = make()
-        except nvml.NVMLError:
+        except (nvml.NVMLError, AttributeError):
             continue
     if missing := [name for name in makers if name not in made]:
         logger.info("%s: NVML does not offer %s", device, ", ".join(missing))

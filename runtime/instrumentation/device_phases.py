@@ -111,6 +111,8 @@ class DevicePhases:
             Exception: An event could not be read. The times of its step are lost. After MAX_LOST
                 such errors, so are those of all later steps.
         """
+        if self._failed:
+            self.give_up()  # the training thread may have marked something meanwhile
         try:
             while self._marks and self._read_next(self._marks[0]):
                 if isinstance(self._marks.popleft(), DevicePhaseTimes):
@@ -127,12 +129,16 @@ class DevicePhases:
         self._marks.popleft()
         self._last, self._totals.is_lost = None, True
 
-    def _stop(self, error: BaseException) -> None:
+    def give_up(self) -> None:
+        """Read no event any more. The times of all steps that were not read are lost."""
         self._failed = True
-        for mark in list(self._marks):
+        while self._marks:
+            mark = self._marks.popleft()
             if isinstance(mark, DevicePhaseTimes):
                 mark.is_read = True
-        self._marks.clear()
+
+    def _stop(self, error: BaseException) -> None:
+        self.give_up()
         logger.warning(
             "phases are not timed on the device any more: %s. From now on the phases of steps are "
             "times of the host, which show where the script waits for the device.",

@@ -140,15 +140,16 @@ class RawStep:
         Returns:
             The number of calls whose times are lost.
         """
-        self._lose_scalars()
+        self.lose_scalars()
         return self.batch.lose()
 
     def expire(self) -> int:
         """Give up what is not complete yet, and return the number of calls whose times are lost."""
-        self._lose_scalars()
+        self.lose_scalars()
         return self.batch.expire()
 
-    def _lose_scalars(self) -> None:
+    def lose_scalars(self) -> None:
+        """Give up the values on the device that are not known to have arrived."""
         for one in self._scalars():
             lose(one)
 

@@ -29,6 +29,7 @@ class WatchContext:
         call_recorder: Records the collectives of the process.
         phase_timer: Measures the phases of the training thread.
         device_phases: Measures the phases on the accelerator. None on CPU.
+        device_index: torch's index of the accelerator that this rank trains on. None on CPU.
         run_id: Returns the run id, or None until it is known.
         folder: Returns the run folder. None until the run has an id, or if no run log is written.
         recorder: Holds the metric values.
@@ -48,3 +49,4 @@ class WatchContext:
     fail_open: FailOpen
     step_errors: StepErrors
     device_phases: DevicePhases | None = None
+    device_index: int | None = None

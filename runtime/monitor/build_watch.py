@@ -111,6 +111,7 @@ def build_watch(
             call_recorder=calls,
             phase_timer=phase_timer,
             device_phases=device_phases,
+            device_index=device,
             run_id=lambda: folder.run_id,
             folder=lambda: folder.path,
             recorder=recorder,
@@ -147,7 +148,7 @@ def build_watch(
         sampler = DeviceSampler(
             recorder,
             fail_open,
-            device_probes(device_index=device),
+            fail_open.call("devices", device_probes, device_index=device) or [],
             settings.sampling.device_interval_seconds,
         )
         analysis = StepAnalysis(
@@ -168,6 +169,7 @@ def build_watch(
             calls=calls,
             fail_open=fail_open,
             device_phases=device_phases,
+            device_index=device,
             flight_recorder=FlightRecorder() if isinstance(engine, TorchEngine) else None,
         )
         undo.callback(thread.stop)

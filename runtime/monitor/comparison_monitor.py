@@ -180,6 +180,7 @@ def hang_context(context: WatchContext, thread: ComparisonThread) -> HangContext
         fail_open=context.fail_open,
         folder=context.folder,
         is_training=is_training,
+        device_index=context.device_index,
     )
 
 

@@ -42,14 +42,18 @@ class Subscriptions:
     Args:
         fail_open: Counts failures, and makes the thread.
         kind: What the listeners are, in log lines and as the name of the thread.
+        advice: What to do about a slow listener, in a log line.
 
     Attributes:
-        dropped: Number of records that were dropped because listeners were too slow.
+        dropped: Number of records and calls that were dropped because listeners were too slow.
     """
 
-    def __init__(self, fail_open: FailOpen, kind: str = "listener") -> None:
+    def __init__(
+        self, fail_open: FailOpen, kind: str = "listener", advice: str | None = None
+    ) -> None:
         self.dropped = 0
         self._fail_open, self._kind = fail_open, kind
+        self._advice = advice or f"Make the {kind} faster."
         self._ends: list[Callable[[], object]] = []
         self._listeners: list[Callable[[StepRecord], object]] = []
         self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -107,11 +111,11 @@ class Subscriptions:
             return
         if not self.dropped:
             logger.warning(
-                "a %s is more than %d steps late: further records are not passed on while it is, "
-                "and counted. Make the %s faster.",
+                "a %s is more than %d records late: further records are not passed on while it "
+                "is, and counted. %s",
                 self._kind,
                 MAX_WAITING,
-                self._kind,
+                self._advice,
             )
         self.dropped += 1
 

@@ -1,4 +1,7 @@
-"""Runs the sinks of a watch on a thread of their own, and writes what the script logs itself."""
+"""Runs the sinks of a watch, and writes what the script logs itself, each on a thread of its own.
+
+A tracker that does not answer blocks the thread of the sinks, so the other thread writes the file.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from functools import partial
 import orjson
 import torch
 
+from ..common import accelerator
 from ..common.device_scalar import PendingScalar, scalar
 from ..common.hidden_secrets import without_secrets
 from ..instrumentation.watch_context import WatchContext
@@ -45,6 +49,12 @@ class WatchSinks:
         self._is_writer = context.identity.rank == 0
         self._failed = False
         self._log: LogFile | None = None
+        self._may_query: bool | None = None  # unknown until the thread needs the device
+        self._lines = Subscriptions(
+            context.fail_open,
+            "writer",
+            "Log fewer values, or check whether the disk of run_log.folder responds.",
+        )
         self._subscriptions = Subscriptions(context.fail_open, "sink")
         self.enqueue = self._subscriptions.enqueue
         wrap = context.fail_open.wrap
@@ -65,7 +75,7 @@ class WatchSinks:
     @property
     def dropped_lines(self) -> int:
         """Number of lines of the script that could not be written, such as on a full disk."""
-        return 0 if self._log is None else self._log.dropped
+        return self._lines.dropped + (0 if self._log is None else self._log.dropped)
 
     def add(self, sink: Sink, name: str) -> None:
         """Write the following steps to a sink."""
@@ -87,13 +97,19 @@ class WatchSinks:
         if self._is_writer:
             taken = {name: self._take(value) for name, value in dict(values).items()}
             line = {"step": step, "unix_seconds": time.time(), "values": taken}
-            self._subscriptions.enqueue_call(partial(self._append, line))
+            self._lines.enqueue_call(partial(self._append, line))
 
     def close(self, *, failed: bool = False, interrupted: bool = False) -> None:
-        """Write the last step and close all sinks. Waits `sinks.timeout_seconds` at most."""
+        """Write the last line and the last step, and close all sinks.
+
+        Waits `sinks.timeout_seconds` at most, of which half for the lines.
+        """
         self._failed = failed
         limit = self._context.settings.sinks.timeout_seconds
-        self._subscriptions.close(min(limit, CLOSE_SECONDS) if interrupted else limit)
+        limit = min(limit, CLOSE_SECONDS) if interrupted else limit
+        began = self._now()
+        self._lines.close(limit / 2)
+        self._subscriptions.close(max(0.0, limit - (self._now() - began)))
 
     def _run(self) -> SinkRun:
         run_id = self._context.run_id()
@@ -115,11 +131,16 @@ class WatchSinks:
                 update={"segment_bytes": sys.maxsize}
             )
             self._log = LogFile(folder / LOGGED_FILE, settings, now=self._now)
-            self._subscriptions.call_at_end("logged values", self._log.close)
+            self._lines.call_at_end("logged values", self._log.close)
         return self._log
 
     def _plain_value(self, value: object) -> object:
-        """Return the number in a tensor or an array of one element; else a text."""
+        """Return the number in a tensor or an array of one element; else a text.
+
+        A value on a device is None if this thread must not query the device.
+        """
+        if _is_on_device(value) and not self._may_query_device():
+            return None
         if isinstance(value, PendingScalar):
             self._wait_for(value)
             return value.read_as_is()
@@ -129,12 +150,25 @@ class WatchSinks:
                 return value.item()
         return str(value)
 
+    def _may_query_device(self) -> bool:
+        """Prepare this thread for the device at its first value there. Return success."""
+        if self._may_query is None:
+            index = self._context.device_index
+            self._may_query = index is None or accelerator.current.prepare_thread(index)
+        return self._may_query
+
     def _wait_for(self, pending: PendingScalar) -> None:
         """Wait for a copy as the watch thread does: a limited time, because a device may hang."""
         waited, poll = 0.0, FIRST_POLL_SECONDS
         while not pending.arrived() and waited < PATIENCE_SECONDS:
             self._sleep(poll)
             waited, poll = waited + poll, min(2 * poll, LAST_POLL_SECONDS)
+
+
+def _is_on_device(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type == accelerator.current.kind
+    return isinstance(value, PendingScalar)
 
 
 def _taken(value: object) -> object:

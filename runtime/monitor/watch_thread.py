@@ -76,6 +76,7 @@ class WatchThread(InboxFields):
             device events that were read.
         fail_open: Wraps all calls to the parts.
         device_phases: Measures the phases on the accelerator. None on CPU.
+        device_index: torch's index of the accelerator that this rank trains on. None on CPU.
         flight_recorder: Finds calls that no wrapper has recorded. None with a DeepSpeed engine.
         work_seconds: CPU time after which it lets training run.
 
@@ -96,6 +97,7 @@ class WatchThread(InboxFields):
         calls: CallRecorder,
         fail_open: FailOpen,
         device_phases: DevicePhases | None,
+        device_index: int | None = None,
         flight_recorder: FlightRecorder | None = None,
         work_seconds: float = WORK_SECONDS,
     ) -> None:
@@ -104,7 +106,8 @@ class WatchThread(InboxFields):
         self._analysis = analysis
         self._events = calls.events
         self._pass_on_calls = fail_open.wrap("collectives", calls.pass_on_between_steps)
-        self._on_device = device_phases is not None
+        self._device_index, self._device_phases = device_index, device_phases
+        self._may_query = True
         self._read_phases = (
             None
             if device_phases is None
@@ -248,8 +251,7 @@ class WatchThread(InboxFields):
         return num_lost
 
     def _run(self) -> None:
-        if self._on_device and not accelerator.current.allow_queries_while_capturing():
-            self._events.disable("torch cannot query events while a graph is captured")
+        self._prepare_device()
         running = True
         while running and not self._is_abandoned:
             self._wait()
@@ -279,6 +281,21 @@ class WatchThread(InboxFields):
                     let_training_run()
                     task()
         self._close()
+
+    def _prepare_device(self) -> None:
+        """Prepare this thread for its queries of events, before the first one.
+
+        If that fails, the thread makes none, and what it would read by them is lost.
+        """
+        index, prepare = self._device_index, accelerator.current.prepare_thread
+        if index is None or self._fail_open.call("device of the watch thread", prepare, index):
+            return
+        self._may_query, self._flight_recorder = False, None  # its dump queries events, too
+        self._events.disable(
+            "the watch thread cannot query the device, so the loss on it is unknown, too"
+        )
+        if self._device_phases is not None:
+            self._device_phases.give_up()
 
     def _wait(self) -> None:
         """Wait until a publication is due, or an item wakes the thread.
@@ -331,6 +348,8 @@ class WatchThread(InboxFields):
             self._read_phases()
         while self._pending and not self._is_abandoned:
             head = self._pending[0]
+            if not self._may_query:
+                self._lose_events(head)
             is_settled = self._is_settled(head)
             if is_settled is None:
                 self._lose(head)
@@ -397,6 +416,14 @@ class WatchThread(InboxFields):
         self._num_lost += 1
         if self._num_lost >= MAX_LOST:
             self._events.disable(f"the measurements of {MAX_LOST} steps could not be read")
+
+    def _lose_events(self, item: CallBatch | RawStep) -> None:
+        """Give up what is read by events, which this thread must not query."""
+        batch = _batch_of(item)
+        if batch.anchor is not None:
+            batch.lose()
+        if isinstance(item, RawStep):
+            item.lose_scalars()
 
     def _take_calls(self, batch: CallBatch, *, step_ended: bool) -> None:
         if not batch.is_read():

@@ -22,6 +22,7 @@ from ..common.gil_pauses import SHORT_WORK_SECONDS, let_training_run
 from ..common.hidden_secrets import without_secrets
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
+from ..common.rank_store import make_room_for_clients
 from ..common.step_errors import StepErrors
 from ..common.torch_engine import TorchEngine
 from ..cross_rank.comparison_thread import ComparisonThread
@@ -220,6 +221,7 @@ def build_separate_watch(
             call_recorder=calls,
             phase_timer=phase_timer,
             device_phases=device_phases,
+            device_index=device,
             run_id=lambda: folder.run_id,
             folder=lambda: folder.path,
             recorder=recorder,
@@ -245,7 +247,9 @@ def build_separate_watch(
         listeners: list[Listener] = [*map(for_each, (subscriptions.enqueue, sinks.enqueue))]
         process.on_records = lambda records: _call_all(listeners, records)
         num_own = len(listeners)
-        device_readers, gpus = _split(device_probes(device_index=device))
+        device_readers, gpus = _split(
+            fail_open.call("devices", device_probes, device_index=device) or []
+        )
         sampler = DeviceSampler(
             recorder, fail_open, device_readers, settings.sampling.device_interval_seconds
         )
@@ -265,6 +269,7 @@ def build_separate_watch(
             calls=calls,
             fail_open=fail_open,
             device_phases=device_phases,
+            device_index=device,
             work_seconds=SHORT_WORK_SECONDS,
         )
         undo.callback(thread.stop)
@@ -277,6 +282,7 @@ def build_separate_watch(
         before_start.discard()
         calls.groups.drain_coverage()
         calls_before_start = send_calls(before_start, groups)
+        make_room_for_clients(identity)
         process.start(
             Setup(
                 settings=settings,

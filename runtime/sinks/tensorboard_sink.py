@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class TensorboardSink:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = None if folder is None else Path(folder).absolute()
+        self._open_folder = ""
         self._writer: SummaryWriter | None = None
 
     def open(self, run: SinkRun) -> None:
@@ -40,25 +42,38 @@ class TensorboardSink:
         Raises:
             SettingsError: Neither the sink nor the run has a folder.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         folder = self._folder or (run.folder and run.folder / "tensorboard")
         if folder is None:
             raise SettingsError(
                 "the sink tensorboard has no folder, because no run log is written; "
                 "set sinks.tensorboard_folder"
             )
-        self._writer = SummaryWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        self._open_folder = str(folder)
+        self._writer = self._new_writer()
 
     def write(self, values: Mapping[str, float], *, step: int, unix_seconds: float) -> None:
-        """Write the values as scalars."""
-        assert self._writer is not None
-        write_scalars(self._writer, values, step, unix_seconds)
+        """Write the values as scalars; after an error into another event file.
+
+        The thread of a SummaryWriter ends at its first error, such as on a full disk.
+        """
+        writer = self._writer = self._writer or self._new_writer()
+        try:
+            write_scalars(writer, values, step, unix_seconds)
+        except BaseException:
+            self._writer = None
+            with suppress(OSError):  # its own, again
+                writer.close()
+            raise
 
     def close(self, *, failed: bool) -> None:
-        """Write what is pending and close the file."""
-        assert self._writer is not None
-        self._writer.close()
+        """Write what is pending and close the file, if one is open."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _new_writer(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._open_folder, flush_secs=FLUSH_SECONDS)
 
 
 def write_scalars(

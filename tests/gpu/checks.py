@@ -311,8 +311,8 @@ CHECKS = (
         name="ranks",
         part=2,
         subject=SEVERAL,
-        shows="a slow GPU is a straggler; a hang is reported with the missing rank; errors on one "
-        "rank are replayed without a hang of NCCL",
+        shows="a slow GPU is a straggler; a hang is reported with the missing rank; no rank has a "
+        "context on the GPU of another; errors on one rank are replayed without a hang of NCCL",
         files=["test_gpu_several.py"],
         limit_seconds=300,
         num_gpus=2,

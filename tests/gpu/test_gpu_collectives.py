@@ -89,7 +89,7 @@ batch = collectives.call_recorder.drain()
 stop = threading.Event()
 allowed = []
 def query():
-    allowed.append(accelerator.current.allow_queries_while_capturing())
+    allowed.append(accelerator.current.prepare_thread(x.device.index))
     while not stop.is_set():
         batch.settled()
 thread = threading.Thread(target=query)
@@ -105,6 +105,38 @@ thread.join()
 graph.replay()
 torch.cuda.synchronize()
 assert allowed == [True]
+""")
+
+
+def test_a_value_that_the_script_logs_leaves_a_capture_whole() -> None:
+    run("""
+import json, tempfile, threading
+from pathlib import Path
+from types import SimpleNamespace
+from zerowatch.metrics.settings import load_settings
+from zerowatch.runtime.monitor.watch_sinks import WatchSinks
+folder, waits, is_capturing = Path(tempfile.mkdtemp()), threading.Event(), threading.Event()
+def sleep(seconds):  # between two queries
+    waits.set()
+    assert is_capturing.wait(60)
+sinks = WatchSinks(SimpleNamespace(identity=SimpleNamespace(rank=0), device_index=0,
+    fail_open=fail_open, settings=load_settings({}), folder=lambda: folder), sleep=sleep)
+loss = torch.full((), 2.5, device="cuda")
+torch.cuda._sleep(int(1e9))
+sinks.log_values({"loss": loss}, 1)
+assert waits.wait(60)
+graph = torch.cuda.CUDAGraph()
+y = torch.ones(8, device="cuda")
+with torch.cuda.graph(graph):
+    y = y + 1
+    is_capturing.set()
+    sinks.close()  # the thread has queried again when it ends
+    y = y + 1
+graph.replay()
+torch.cuda.synchronize()
+assert y.tolist() == [3.0] * 8
+assert json.loads((folder / "logged.jsonl").read_text())["values"] == {"loss": 2.5}
+assert not fail_open.failures, fail_open.failures
 """)
 
 

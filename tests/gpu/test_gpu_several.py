@@ -1,4 +1,4 @@
-"""What needs NCCL between two GPUs: a slow GPU, and errors that meet collectives of other ranks."""
+"""What needs NCCL between two GPUs: a slow GPU, contexts, and errors that meet other ranks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,29 @@ def test_a_slow_gpu_is_a_straggler_in_the_phase_in_which_it_is_slow(
     assert slow["scores"]["forward"] > 0.05 > fast["scores"]["forward"]
 
 
+def test_no_thread_of_a_rank_makes_a_context_on_the_gpu_of_another_rank(tmp_path: Path) -> None:
+    first, second = run_job("contexts_job.py", tmp_path, world_size=2)
+
+    assert first["failures"] == second["failures"] == {}
+    assert first["logged"] > 0
+    if second["before"] != [1]:
+        pytest.skip("rank 1 has a context on GPU 0 without monitoring: this shows nothing")
+    assert (first["during"], second["during"]) == ([0], [1])
+    assert (first["after"], second["after"]) == ([0], [1])
+    assert second["after use of GPU 0"] == [0, 1], "contexts are not found: this shows nothing"
+    if first["pid"] in first["pids on GPU 0"]:
+        assert second["pid"] not in first["pids on GPU 0"]
+
+
 def test_a_hang_in_nccl_is_reported_with_the_rank_that_is_missing(
     tmp_path: Path, record_property: Record
 ) -> None:
-    found, _ = run_job("hang_job.py", tmp_path, world_size=2)
+    found, other = run_job("hang_job.py", tmp_path, world_size=2)
 
     record_property("records", found["recorded"])
     assert found["failures"] == {}
+    for before, after in (found["contexts"], other["contexts"]):
+        assert after == before  # the threads that write reports make none
     assert "rank 1 has not arrived" in found["reports"]["hang-rank-0-1.txt"]
 
 

@@ -136,7 +136,7 @@ from zerowatch.runtime.common import accelerator
 torch.ones(1, device="cuda")
 allowed = []
 thread = threading.Thread(
-    target=lambda: allowed.append(accelerator.current.allow_queries_while_capturing()))
+    target=lambda: allowed.append(accelerator.current.prepare_thread(0)))
 thread.start()
 thread.join()
 one, two = (accelerator.current.private_stream() for _ in range(2))

@@ -58,6 +58,15 @@ def test_calls_are_timed_on_the_thread_that_issues_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_the_script_logs_while_contexts_are_looked_for_is_written(tmp_path: Path) -> None:
+    (found,) = run_job("contexts_job.py", tmp_path, kind="cpu")
+
+    assert found["logged"] == 60
+    assert found["during"] == found["pids on GPU 0"] == []
+    assert found["failures"] == {}
+
+
+@pytest.mark.slow
 def test_steps_between_captures_train_although_what_is_captured_has_no_gradient(
     tmp_path: Path,
 ) -> None:

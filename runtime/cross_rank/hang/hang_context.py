@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter_ns
@@ -12,6 +13,7 @@ from torch._C import _distributed_c10d
 from ....metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ...collectives.groups import CollectiveCall, Group, Groups, RankSet
 from ...collectives.unseen_calls import num_unseen
+from ...common import accelerator
 from ...common.fail_open import FailOpen
 from ...common.group_backend import backend_name
 from ..comparison_thread import ComparisonThread
@@ -35,6 +37,7 @@ class HangContext:
         fail_open: Guards the methods.
         folder: Returns the run folder, or None until the run has one.
         is_training: Returns whether the monitored module is in training mode.
+        device_index: torch's index of the accelerator that this rank trains on. None on CPU.
         now_ns: A clock in nanoseconds.
     """
 
@@ -47,6 +50,7 @@ class HangContext:
         fail_open: FailOpen,
         folder: Callable[[], Path | None],
         is_training: Callable[[], bool] = lambda: True,
+        device_index: int | None = None,
         now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self.rank = rank
@@ -54,9 +58,11 @@ class HangContext:
         self._groups = groups
         self._thread = thread
         self._now_ns = now_ns
+        self._device_index, self._is_device_lost = device_index, False
         self._seen: list[tuple[int, bool, bool]] = []
         self._changed_ns = 0
         self._is_training_hook = fail_open.wrap("hang training mode", is_training)
+        self._prepare_thread_hook = fail_open.wrap("hang device", self._prepare_thread)
         self._last_activity_ns_hook = fail_open.wrap("hang activity", self._find_last_activity_ns)
         self._peers_hook = fail_open.wrap("hang peers", self._find_peers)
         self._rank_sets_hook = fail_open.wrap("hang groups", self._summarize_rank_sets)
@@ -99,8 +105,18 @@ class HangContext:
         return self._divergence_hook()
 
     def flight_recorder_dump(self) -> bytes | None:
-        """Return torch's own record of collectives as JSON; None if there is none."""
-        return self._flight_recorder_dump_hook()
+        """Return torch's own record of collectives as JSON; None if there is none.
+
+        The dump queries the events of the calls.
+        """
+        return self._flight_recorder_dump_hook() if self.prepare_thread() else None
+
+    def prepare_thread(self) -> bool | None:
+        """Let the calling thread of monitoring query events. Return success.
+
+        `rank_sets` and `last_calls` do so themselves. On a new thread, the driver may block.
+        """
+        return self._prepare_thread_hook()
 
     def others_hang(self) -> bool | None:
         """Return whether another rank announces a hang."""
@@ -109,6 +125,20 @@ class HangContext:
     def announce_hang(self, hangs: bool) -> None:
         """Announce to the other ranks that training hangs, or that it continues."""
         self._announce_hang_hook(hangs)
+
+    def _prepare_thread(self) -> bool:
+        index = self._device_index
+        if index is not None and not self._is_device_lost:
+            self._is_device_lost = not accelerator.current.prepare_thread(index)
+        return not self._is_device_lost
+
+    def _may_query(self) -> bool:
+        """Whether this thread may query events. A thread of monitoring is prepared for it first.
+
+        A thread of the script, such as one that closes the watch, keeps its device and its mode.
+        """
+        is_ours = threading.current_thread().name.startswith("zerowatch-")
+        return not is_ours or bool(self.prepare_thread())
 
     def _find_last_activity_ns(self) -> int:
         seen = [_progress(rank_set) for rank_set in self._groups.rank_sets()]
@@ -122,20 +152,22 @@ class HangContext:
         return {rank: beat for rank, beat in peers.items() if rank != self.rank} or None
 
     def _summarize_rank_sets(self) -> list[RankSetSummary]:
-        unseen = num_unseen(self._groups)
+        unseen, may_query = num_unseen(self._groups), self._may_query()
         return [
-            _summarize_rank_set(rank_set, unseen.get(rank_set.key, 0))
+            _summarize_rank_set(rank_set, unseen.get(rank_set.key, 0), may_query=may_query)
             for rank_set in self._groups.rank_sets()
         ]
 
     def _summarize_last_calls(self) -> list[CallSummary]:
-        now_ns = self._now_ns()
+        now_ns, may_query = self._now_ns(), self._may_query()
         summaries: list[CallSummary] = []
         for rank_set in self._groups.rank_sets():
             returned: set[Group] = set()  # groups in which a later call has returned
             calls = []
             for index, call in enumerate(reversed(list(rank_set.recent))):
-                in_flight = _is_in_flight(call) if call.start_ns else call.group not in returned
+                in_flight = _is_in_flight(call, may_query=may_query) and (
+                    call.start_ns != 0 or call.group not in returned
+                )
                 if call.start_ns:
                     returned.add(call.group)
                 if in_flight or index < CALLS_PER_RANK_SET:
@@ -168,7 +200,9 @@ def _progress(rank_set: RankSet) -> tuple[int, bool, bool]:
     return (id(last), last.start_ns != 0, last.end_ns != 0)
 
 
-def _summarize_rank_set(rank_set: RankSet, num_unseen_calls: int) -> RankSetSummary:
+def _summarize_rank_set(
+    rank_set: RankSet, num_unseen_calls: int, *, may_query: bool
+) -> RankSetSummary:
     numbered = (call for call in reversed(list(rank_set.recent)) if call.sequence)
     last = next(numbered, None)
     return RankSetSummary(
@@ -176,16 +210,21 @@ def _summarize_rank_set(rank_set: RankSet, num_unseen_calls: int) -> RankSetSumm
         role=rank_set.role,
         members=rank_set.members,
         issued=rank_set.issued,
-        is_waiting=last is not None and (not last.start_ns or _is_in_flight(last)),
+        is_waiting=last is not None and _is_in_flight(last, may_query=may_query),
         unseen=num_unseen_calls,
     )
 
 
-def _is_in_flight(call: CollectiveCall) -> bool:
-    """Whether a call that has returned still runs. False if its end cannot be observed."""
+def _is_in_flight(call: CollectiveCall, *, may_query: bool) -> bool:
+    """Whether a call has not returned, or still runs. False if its end cannot be observed.
+
+    A call that was left out, as in a graph that is captured, is settled and never has a start.
+    """
+    if not call.start_ns:
+        return not call.settled
     is_read = call.settled and call.timed  # if so, other calls may use its events now
     if call.end_event is not None and not is_read:
-        return not call.end_event.query()
+        return may_query and not call.end_event.query()
     if call.is_bound and call.stream_wait is None:
         return False  # on a device, and training has not waited for it yet
     return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)

@@ -178,6 +178,7 @@ class HangMonitor:
 
     def _check_if_late(self) -> None:
         """Check once a second while nothing else checks. Else only look from time to time."""
+        self._context.prepare_thread()  # before a hang, in which the driver may block
         num_seen, seconds = 0, LOOK_SECONDS
         while not self._is_closed.wait(seconds):
             is_late = self._num_checks == num_seen

@@ -81,6 +81,14 @@ def weights(engine: Any) -> torch.Tensor:
     return torch.cat(whole)
 
 
+def contexts() -> list[int]:
+    """Return the GPUs on which this process has a context, by torch's index."""
+    if not ON_CUDA:
+        return []
+    has_context = torch._C._cuda_hasPrimaryContext
+    return [index for index in range(torch.cuda.device_count()) if has_context(index)]
+
+
 def give_up(engine: Any) -> None:
     """Free the memory of an engine."""
     engine.destroy()

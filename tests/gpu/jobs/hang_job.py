@@ -21,12 +21,15 @@ SETTINGS = {
 def main() -> None:
     engines.meet()
     engine = engines.make_engine(engines.layers(256, 3), engines.ds_config(2))
-    watch = zerowatch.watch(engine, SETTINGS)
     batch = torch.randn(4, 256, device=engine.device)
+    engines.step(engine, batch).item()
+    contexts = [engines.contexts()]
+    watch = zerowatch.watch(engine, SETTINGS)
     for number in range(STEPS):
         if number == STUCK_AT and dist.get_rank() == 1:
             time.sleep(STUCK_SECONDS)
         engines.step(engine, batch).item()
+    contexts.append(engines.contexts())
     watch.close()
     folder = watch.run_folder
     assert folder is not None
@@ -34,7 +37,9 @@ def main() -> None:
     recorded = [file.name for file in folder.glob("hang-*.flight.json")]
     dist.barrier()
     failures = engines.hook_failures(watch)
-    engines.report({"reports": reports, "recorded": recorded, "failures": failures})
+    engines.report(
+        {"reports": reports, "recorded": recorded, "failures": failures, "contexts": contexts}
+    )
 
 
 if __name__ == "__main__":

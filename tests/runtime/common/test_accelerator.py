@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,6 +221,73 @@ def test_a_history_that_the_script_records_is_left_alone(
 
     assert started is not is_recorded
     assert calls == ([] if is_recorded else [{"max_entries": 77}]) + [{"enabled": None}]
+
+
+class FakeRuntime:
+    """The runtime and torch's current device, as a list of the calls of both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[object] = []
+        self.status = 0
+        self.has_function = True
+        self.error: RuntimeError | None = None
+        monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
+        monkeypatch.setattr(accelerator, "_runtime_function", self._function)
+
+    def _set_device(self, index: int) -> None:
+        self.calls.append(index)
+        if self.error is not None:
+            raise self.error
+
+    def _function(self, name: str) -> Any:
+        def call(*arguments: object) -> int:
+            self.calls.append(name)
+            return self.status
+
+        return call if self.has_function else None
+
+
+@pytest.mark.parametrize(("status", "may_query"), [(0, True), (1, False)])
+def test_a_thread_is_on_its_device_before_its_first_other_call_of_the_runtime(
+    monkeypatch: pytest.MonkeyPatch, status: int, may_query: bool
+) -> None:
+    runtime = FakeRuntime(monkeypatch)
+    runtime.status = status
+
+    assert CUDA.prepare_thread(3) is may_query
+    assert runtime.calls == [3, "ThreadExchangeStreamCaptureMode"]
+
+
+def test_a_thread_that_cannot_be_prepared_makes_no_further_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = FakeRuntime(monkeypatch)
+    runtime.has_function = False
+    without_function = CUDA.prepare_thread(3)
+    runtime.has_function, runtime.error = True, RuntimeError("CUDA error: device-side assert")
+
+    assert (without_function, CUDA.prepare_thread(3)) == (False, False)
+    assert runtime.calls == [3, 3]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_runtime_that_torch_has_loaded_for_itself_only_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    function = "int hipThreadExchangeStreamCaptureMode(int *mode) { return 0; }"
+    compile_library(tmp_path / "libruntime.so", function)
+    torch_library = tmp_path / "_C.so"
+    compile_library(torch_library, "int unused;", "-Wl,--no-as-needed", tmp_path / "libruntime.so")
+    monkeypatch.setattr(torch._C, "__file__", str(torch_library))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+
+    assert CUDA.prepare_thread(0)
+
+
+def compile_library(path: Path, source: str, *options: object) -> None:
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *map(str, options)]
+    subprocess.run([*command, "-o", str(path)], input=source, text=True, check=True)
 
 
 def test_without_a_device_there_is_no_uuid_and_no_slice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.clock import FakeClock
@@ -21,7 +22,8 @@ from zerowatch.metrics.xid_errors import XIDS, describe
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.devices import gpu_health
 from zerowatch.runtime.devices.cpu import CpuDevice
-from zerowatch.runtime.devices.nvml_probe import NvmlDevice, nvml_device
+from zerowatch.runtime.devices.nvml_inventory import nvml_inventory
+from zerowatch.runtime.devices.nvml_probe import NvmlDevice, nvml_device, nvml_device_of
 from zerowatch.runtime.monitor.device_sampler import DeviceSampler
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -81,6 +83,59 @@ def test_a_card_is_identified_by_its_uuid_address_name_and_driver(gpu: Sampled) 
     card = ("cuda:0", UUID, "00000000:1B:00.0", "NVIDIA H100 80GB HBM3", "580.95.05")
     assert gpu.series(catalog.DEVICE_INFO) == {card: 1.0}
     assert gpu.value(catalog.DEVICE_UTILIZATION) == 0.97
+
+
+def make_old(pynvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a module pynvml behave as the distribution pynvml 11.4.1, which has the same name.
+
+    It returns bytes, takes a UUID as bytes, and lacks newer functions and constants.
+    """
+    for name in ("nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlSystemGetDriverVersion"):
+        now = getattr(pynvml, name)
+        monkeypatch.setattr(pynvml, name, lambda *gpu, now=now: now(*gpu).encode())
+    find = pynvml.nvmlDeviceGetHandleByUUID
+
+    def find_by_bytes(uuid: bytes) -> Any:
+        if not isinstance(uuid, bytes):
+            raise TypeError("bytes or integer address expected instead of str instance")
+        return find(uuid.decode())
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", find_by_bytes)
+    newer = [name for name in vars(pynvml) if "gpm" in name.lower() or "PCIE_COUNT" in name]
+    for name in (*newer, "nvmlDeviceGetMarginTemperature", "nvmlDeviceGetMemoryBusWidth"):
+        monkeypatch.delattr(pynvml, name)
+
+
+@pytest.mark.parametrize("visible", [None, UUID, UUID[:12]])
+def test_an_old_pynvml_gives_the_readings_that_it_has(
+    library: NvmlLibrary, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    make_old(library.pynvml, monkeypatch)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu = sampled(clock)
+
+    gpu.read()
+
+    card = ("cuda:0", UUID, "00000000:1B:00.0", "NVIDIA H100 80GB HBM3", "580.95.05")
+    assert gpu.series(catalog.DEVICE_INFO) == {card: 1.0}
+    assert gpu.value(catalog.DEVICE_UTILIZATION) == 0.97
+    assert gpu.value(catalog.DEVICE_TEMPERATURE_LIMIT) == 88
+    assert gpu.fail_open.failures == {}
+    other = nvml_device_of("cuda:0", UUID)  # of the monitoring process
+    assert other is not None
+    assert other.uuid == UUID
+
+
+def test_an_old_pynvml_lists_the_gpus_of_the_host(
+    library: NvmlLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_old(library.pynvml, monkeypatch)
+
+    found = nvml_inventory()
+
+    assert found is not None
+    assert [(gpu.uuid, gpu.memory_bytes_per_second) for gpu in found.devices] == [(UUID, None)]
 
 
 def test_the_state_of_the_card_is_published_as_it_is(gpu: Sampled) -> None:

@@ -220,6 +220,48 @@ def test_a_model_on_another_device_than_the_current_has_no_events_there(
     assert time_device_phases(0, calls, timer, FailOpen()) is not None
 
 
+def test_a_probe_that_cannot_be_made_leaves_out_its_readings_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*, device_index: int | None) -> None:
+        raise AttributeError("module 'pynvml' has no attribute")
+
+    monkeypatch.setattr(build_watch_module, "device_probes", fail)
+
+    job = Job(tmp_path)
+    job.train(1)
+    job.watch.close()
+
+    assert job.watch.snapshot().value(training.STEPS) == 1
+    assert job.fail_open.failures == {"devices": 1}
+
+
+def test_the_threads_of_a_watch_get_the_index_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, int | None] = {}
+
+    def noting(name: str, make: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            given[name] = options["device_index"]
+            return make(*args, **options | {"device_index": None})
+
+        return call
+
+    monkeypatch.setattr(build_watch_module, "device_of", lambda engine: 3)
+    monkeypatch.setattr(build_watch_module, "time_device_phases", lambda *parts: None)
+    names = ("WatchContext", "WatchThread", "device_probes", "memory_probes", "publish_peak")
+    for name in names:
+        monkeypatch.setattr(
+            build_watch_module, name, noting(name, getattr(build_watch_module, name))
+        )
+
+    job = Job(tmp_path)
+    job.watch.close()
+
+    assert given == dict.fromkeys(names, 3)
+
+
 def test_the_device_of_a_watch_is_that_of_its_torch_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,7 @@ def watch_sinks(
 ) -> WatchSinks:
     context: Any = SimpleNamespace(
         identity=SimpleNamespace(rank=rank),
+        device_index=3,
         fail_open=fail_open,
         recorder=Recorder(),
         settings=load_settings({"sinks": {"interval_seconds": 0}}),
@@ -88,6 +89,64 @@ def test_a_sink_is_called_on_its_own_thread_only(tmp_path: Path, fail_open: Fail
     assert sink.losses == [2.5, 1.5]
     assert sink.threads == {"zerowatch-sink"}
     assert sink.failed is True
+
+
+def test_what_the_script_logs_is_written_while_a_sink_blocks(
+    tmp_path: Path, fail_open: FailOpen
+) -> None:
+    class Blocked(ThreadSink):
+        def write(self, values: Mapping[str, float], *, step: int, unix_seconds: float) -> None:
+            entered.set()
+            release.wait()
+
+    entered, release = threading.Event(), threading.Event()
+    sinks = watch_sinks(tmp_path, fail_open)
+    sinks.add(Blocked(), "blocked")
+    sinks.enqueue(step(1))
+    assert entered.wait(60)
+
+    log_and_wait(sinks, range(3))
+    during = [step_of(line) for line in lines_of(tmp_path)]
+    release.set()
+    sinks.close()
+
+    assert during == [0, 1, 2]
+
+
+def test_the_sinks_and_the_lines_share_the_time_at_the_end(
+    tmp_path: Path, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, waits = FakeClock(), []
+    sinks = watch_sinks(tmp_path, fail_open, now=clock)
+
+    def wait(name: str) -> Callable[[float], None]:
+        def close(seconds: float) -> None:
+            waits.append((name, seconds))
+            clock.seconds += seconds
+
+        return close
+
+    monkeypatch.setattr(sinks._lines, "close", wait("lines"))
+    monkeypatch.setattr(sinks._subscriptions, "close", wait("sinks"))
+    sinks.close()
+    sinks.close(interrupted=True)
+
+    assert waits == [("lines", 15.0), ("sinks", 15.0), ("lines", 2.5), ("sinks", 2.5)]
+
+
+def test_lines_that_were_not_written_at_the_end_are_counted(
+    tmp_path: Path, fail_open: FailOpen, caplog: pytest.LogCaptureFixture
+) -> None:
+    sinks, entered, release = watch_sinks(tmp_path, fail_open), threading.Event(), threading.Event()
+    sinks._lines.enqueue_call(lambda: (entered.set(), release.wait()))
+    assert entered.wait(60)
+    sinks.log_values({"loss": 1.0}, 1)
+
+    sinks._lines.close(0.01)
+    release.set()
+
+    assert (sinks.dropped_lines, sinks.dropped) == (1, 0)
+    assert "writer" in caplog.records[-1].message
 
 
 def test_only_rank_0_writes(tmp_path: Path, fail_open: FailOpen) -> None:
@@ -204,7 +263,7 @@ def log_and_wait(sinks: WatchSinks, steps: range) -> None:
     for number in steps:
         sinks.log_values({"loss": 1.0, "text": "x" * 50}, number)
     handled = threading.Event()
-    sinks._subscriptions.enqueue_call(handled.set)
+    sinks._lines.enqueue_call(handled.set)
     assert handled.wait(60)
 
 
@@ -310,6 +369,38 @@ def test_a_value_on_a_device_is_copied_without_a_wait_and_written_once_it_has_ar
 
     assert before == []
     assert logged(tmp_path)[0]["values"] == {"loss": 2.5}
+    assert not fail_open.failures
+
+
+def test_the_thread_is_prepared_for_the_device_before_it_asks_for_a_value_there(
+    tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
+) -> None:
+    sinks = watch_sinks(tmp_path, fail_open)
+    sinks.log_values({"lr": 0.1}, 1)
+    sinks._lines.enqueue_call(lambda: before.append(dict(cuda.prepared)))
+    before: list[dict[str, int]] = []
+
+    sinks.log_values({"loss": torch.tensor(2.5).as_subclass(OnDevice)}, 2)
+    sinks.close()
+
+    assert before == [{}]
+    assert cuda.prepared == {"zerowatch-writer": 3}
+    assert logged(tmp_path)[1]["values"] == {"loss": 2.5}
+
+
+def test_a_thread_that_cannot_be_prepared_leaves_the_values_of_the_device_out(
+    tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
+) -> None:
+    cuda.can_prepare = False
+    one, two = (torch.ones(size).as_subclass(OnDevice) for size in ([], [2]))
+    sinks = watch_sinks(tmp_path, fail_open)
+
+    sinks.log_values({"loss": one, "nested": {"grad": one}, "two": two, "lr": 0.1}, 1)
+    sinks.close()
+
+    expected = {"loss": None, "nested": {"grad": None}, "two": None, "lr": 0.1}
+    assert logged(tmp_path)[0]["values"] == expected
+    assert cuda.queried_by <= {"MainThread"}
     assert not fail_open.failures
 
 

@@ -23,6 +23,7 @@ from zerowatch.runtime.common import device_scalar
 from zerowatch.runtime.common.device_scalar import PendingScalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
+from zerowatch.runtime.instrumentation.device_phases import DevicePhases, DevicePhaseTimes
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
 from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.memory.step_sample import StepMemorySample
@@ -83,6 +84,7 @@ class Rank:
             calls=self.recorder,
             fail_open=self.fail_open,
             device_phases=None,
+            device_index=0,
         )
 
     def call(self, milliseconds: float = 1.0, *, blocks: bool = False) -> Any:
@@ -95,6 +97,12 @@ class Rank:
         call.end_ns = 2
         self.recorder._add([call])
         return call
+
+    def host_call(self) -> None:
+        """Issue a collective of the host, which has ended."""
+        call: Any = CollectiveCall(0, self.group, 8, torch.float32, 0)  # type: ignore[arg-type]
+        call.start_ns, call.issued_ns, call.end_ns = 1, 1, 5_000_001
+        self.recorder._add([call])
 
     def end_step(
         self,
@@ -167,6 +175,83 @@ def test_calls_of_a_device_are_timed(rank: Rank) -> None:
     assert rank.finish() == [1]
     assert rank.written[0].comm_seconds == pytest.approx(0.020)
     assert not rank.fail_open.failures
+
+
+def test_the_thread_is_prepared_for_the_device_before_it_asks_for_events(rank: Rank) -> None:
+    rank.thread._device_index = 3
+    rank.call(milliseconds=20)
+    rank.end_step(1, loss=PendingScalar(torch.tensor(0.25)))
+    rank.device.synchronize()
+
+    assert rank.finish() == [1]
+    assert rank.written[0].loss == 0.25
+    assert rank.device.prepared == {"zerowatch-watch": 3}
+
+
+def test_a_thread_that_cannot_be_prepared_asks_for_no_events_and_loses_only_what_needs_them(
+    rank: Rank,
+) -> None:
+    rank.device.can_prepare = False
+    phases = rank.thread._device_phases = DevicePhases(rank.recorder.events)
+    phases.mark(0)
+    rank.thread._read_phases = phases.read
+    rank.call(milliseconds=20)
+    rank.end_step(1, loss=PendingScalar(torch.tensor(0.25)))
+    rank.host_call()
+    rank.end_step(2, generation=tokens_of(PendingScalar(torch.tensor(7))))
+    rank.device.synchronize()
+
+    assert rank.finish() == [1, 2]
+    assert "zerowatch-watch" not in rank.device.queried_by
+    assert [record.loss for record in rank.written] == [None, 0.5]
+    assert [record.comm_seconds for record in rank.written] == [None, pytest.approx(0.005)]
+    assert rank.written[1].generation is not None
+    assert rank.written[1].generation.tokens is None
+    assert rank.thread.untimed_calls == 1
+    assert rank.recorder.events.disabled
+    assert phases.end_step().is_read
+    assert not rank.fail_open.failures
+
+
+def test_what_is_marked_while_a_thread_gives_up_is_not_asked_for(rank: Rank) -> None:
+    phases = DevicePhases(rank.recorder.events)
+
+    class GivesUp:
+        disabled = False
+
+        def record(self, stream: object) -> Any:
+            phases.give_up()  # by the watch thread, after the training thread has looked
+            return rank.device.Event()
+
+    phases._events = GivesUp()  # type: ignore[assignment]
+    phases.mark(0)
+    late = DevicePhaseTimes()
+    phases._marks.append(late)
+    phases.read()
+
+    assert late.is_read
+    assert rank.device.queried_by == set()
+
+
+def test_a_thread_whose_device_raises_writes_all_steps(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(index: int) -> bool:
+        raise ValueError(f"no device {index}")
+
+    monkeypatch.setattr(rank.device, "prepare_thread", prepare)
+    rank.call(milliseconds=20)
+    rank.end_step(1)
+
+    assert rank.finish() == [1]
+    assert rank.device.queried_by == set()
+    assert rank.fail_open.failures == {"device of the watch thread": 1}
+
+
+def tokens_of(number: PendingScalar) -> GenerationCounts:
+    generation = GenerationCounts()
+    generation.add(1, number)
+    return generation
 
 
 def test_after_a_device_side_assert_all_steps_are_written_without_what_the_device_has_not_returned(

@@ -253,6 +253,7 @@ def test_a_hang_is_found_though_the_watch_thread_is_blocked_once_other_ranks_are
     process: Any = StartingProcess()
     context: Any = SimpleNamespace(
         identity=SimpleNamespace(rank=1),
+        device_index=None,
         settings=load_settings({}),
         phase_timer=PhaseTimer(),
         recorder=Recorder(),

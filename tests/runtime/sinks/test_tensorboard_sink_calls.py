@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,15 +18,27 @@ class FakeWriter:
     """Keeps the calls of all writers, in `calls` of the class."""
 
     calls: list[tuple[Any, ...]]
+    error: OSError | None  # from now on
 
     def __init__(self, folder: str, flush_secs: int) -> None:
         self.calls.append(("open", folder, flush_secs))
+        self._error = FakeWriter.error
+        if self._error is not None:
+            raise self._error
 
     def add_scalar(self, name: str, value: float, global_step: int, walltime: float) -> None:
         self.calls.append((name, value, global_step, walltime))
+        self._check()
 
     def close(self) -> None:
         self.calls.append(("close",))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise the first error again and again, as TensorBoard does."""
+        self._error = self._error or FakeWriter.error
+        if self._error is not None:
+            raise self._error
 
 
 @pytest.fixture
@@ -33,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    FakeWriter.calls = []
+    FakeWriter.calls, FakeWriter.error = [], None
     return FakeWriter.calls
 
 
@@ -52,6 +65,46 @@ def test_each_value_is_written_with_its_step_and_time_and_the_file_is_closed(
         ("zerowatch/samples", 8.0, 3, 1000.5),
         ("close",),
     ]
+
+
+def test_after_a_full_disk_values_are_written_into_another_file(
+    calls: list[tuple[Any, ...]],
+) -> None:
+    sink, opened = TensorboardSink(), ("open", "/runs/r/tensorboard", 10)
+    sink.open(SinkRun(run_id="r", folder=Path("/runs/r")))
+    FakeWriter.error = OSError(errno.ENOSPC, "No space left on device")
+
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            sink.write({"zerowatch/loss": 2.5}, step=step, unix_seconds=1000.0)
+    FakeWriter.error = None
+    sink.write({"zerowatch/loss": 1.5}, step=3, unix_seconds=1001.0)
+    sink.close(failed=False)
+
+    assert calls == [
+        opened,
+        ("zerowatch/loss", 2.5, 1, 1000.0),
+        ("close",),
+        opened,  # the disk is still full
+        opened,
+        ("zerowatch/loss", 1.5, 3, 1001.0),
+        ("close",),
+    ]
+
+
+def test_a_sink_whose_file_could_not_be_opened_again_can_be_closed(
+    calls: list[tuple[Any, ...]],
+) -> None:
+    sink = TensorboardSink()
+    sink.open(SinkRun(run_id="r", folder=Path("/runs/r")))
+    FakeWriter.error = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        sink.write({"zerowatch/loss": 2.5}, step=1, unix_seconds=1000.0)
+    calls.clear()
+
+    sink.close(failed=True)
+
+    assert calls == []
 
 
 @pytest.mark.parametrize("run_folder", (None, Path("/runs/r")))

@@ -5,6 +5,7 @@ A stream is a time until which it is busy; the host runs ahead of it until it wa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,7 @@ class FakeEvent:
 
     def query(self) -> bool:
         self.device.check()
+        self.device.queried_by.add(threading.current_thread().name)
         return self.at is not None and self.at <= self.device.host.now_ns
 
     def elapsed_time(self, later: FakeEvent) -> float:
@@ -146,6 +148,9 @@ class FakeCuda:
     Attributes:
         current_index: The current device of the calling thread.
         used_devices: The devices on which streams were asked for, which creates a context there.
+        prepared: The current device of each thread that was prepared for queries, by its name.
+        queried_by: The names of the threads that have queried an event.
+        can_prepare: Whether threads can be prepared for queries.
         recorded_on: The streams on which the outputs of collectives were recorded.
         is_broken: Whether a kernel has failed, as in a device-side assert. Each call of the runtime
             then raises, until the process ends.
@@ -158,6 +163,9 @@ class FakeCuda:
     def __init__(self, host: ManualClock) -> None:
         self.host = host
         self.capturing = self.is_broken = False
+        self.prepared: dict[str, int] = {}
+        self.queried_by: set[str] = set()
+        self.can_prepare = True
         self.num_events = self.num_records = 0
         self.Stream = type("Stream", (FakeStream,), {"device": self})
         self.Event = type("Event", (FakeEvent,), {"device": self})
@@ -201,6 +209,11 @@ class FakeCuda:
 
     def is_capturing(self) -> bool:
         return self.capturing
+
+    def prepare_thread(self, index: int) -> bool:
+        if self.can_prepare:
+            self.prepared[threading.current_thread().name] = index
+        return self.can_prepare
 
     def current_device(self) -> int:
         return self.current_index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,7 @@ class FakeHangContext:
         issued: The number of its last collective.
         is_waiting: Whether that is in flight.
         announced: What it has announced to the others.
+        prepared: The names of the threads that were prepared for the device.
     """
 
     rank = 0
@@ -100,6 +102,11 @@ class FakeHangContext:
         self.issued = 1234
         self.known_peers: dict[int, Heartbeat] | None = {1: peer(1, 1233, age_seconds=33.0)}
         self.announced: list[bool] = []
+        self.prepared: list[str] = []  # names of threads
+
+    def prepare_thread(self) -> bool:
+        self.prepared.append(threading.current_thread().name)
+        return True
 
     def folder(self) -> Path:
         return self.path

@@ -130,7 +130,7 @@ class HostAccelerator:
     def is_capturing(self) -> bool:
         return False
 
-    def allow_queries_while_capturing(self) -> bool:
+    def prepare_thread(self, index: int) -> bool:
         return True
 
     def memory_stats(self, index: int) -> dict[str, Any]:

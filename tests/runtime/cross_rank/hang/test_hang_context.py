@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +16,11 @@ from fakes.sleeping_collectives import ManualClock
 from torch._C import _distributed_c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet, StreamWait
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
+from zerowatch.runtime.cross_rank.hang import hang_context
 from zerowatch.runtime.cross_rank.hang.hang_context import HangContext, flight_recorder_dump
 from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
 
@@ -105,6 +109,17 @@ def test_a_call_skipped_in_a_graph_capture_is_not_in_flight_for_ever(group: TwoR
     returned(group.begin())
 
     assert states(group) == [(1, False), (2, False)]
+
+
+def test_a_call_that_was_left_out_is_not_in_flight_and_nothing_waits_for_it(
+    group: TwoRanks,
+) -> None:
+    CallBatch([group.begin(), group.begin()]).discard()  # captured in a graph
+
+    (rank_set,) = context_of(group).rank_sets() or ()
+
+    assert states(group) == [(1, False), (2, False)]
+    assert not rank_set.is_waiting
 
 
 def test_a_call_of_another_group_of_the_same_ranks_does_not_end_one(group: TwoRanks) -> None:
@@ -319,6 +334,88 @@ def test_what_the_comparison_found_is_passed_on(group: TwoRanks) -> None:
     assert (context.divergence(), context.others_hang()) == ("rank 1 diverged", True)
     assert context.is_training() is False
     assert context_of(group).is_training() is True
+
+
+@pytest.mark.parametrize(
+    ("device_index", "can_prepare", "prepared", "dump"),
+    [(3, True, {"MainThread": 3}, b"{}"), (3, False, {}, None), (None, False, {}, b"{}")],
+)
+def test_a_thread_is_prepared_for_the_device_before_the_flight_recorder_asks_for_events(
+    group: TwoRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    device_index: int | None,
+    can_prepare: bool,
+    prepared: dict[str, int],
+    dump: bytes | None,
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    device.can_prepare = can_prepare
+    at_dump: list[dict[str, int]] = []
+
+    def dump_of_torch() -> bytes:
+        at_dump.append(dict(device.prepared))
+        return b"{}"
+
+    monkeypatch.setattr(hang_context, "flight_recorder_dump", dump_of_torch)
+
+    assert context_of(group, device_index=device_index).flight_recorder_dump() == dump
+    assert at_dump == ([] if dump is None else [prepared])
+
+
+@pytest.mark.parametrize("can_prepare", [True, False])
+def test_a_thread_of_monitoring_is_prepared_before_it_asks_for_events_or_asks_for_none(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch, can_prepare: bool
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    device.can_prepare = can_prepare
+    returned(group.begin()).end_event = device.Event()
+    context, found = context_of(group, device_index=3), []
+
+    def look() -> None:
+        found.extend(each.in_flight for each in context.last_calls() or ())
+        found.extend(each.is_waiting for each in context.rank_sets() or ())
+
+    run_on_thread("zerowatch-comparison", look)
+
+    assert found == [can_prepare, can_prepare]
+    assert device.prepared == ({"zerowatch-comparison": 3} if can_prepare else {})
+    assert device.queried_by == ({"zerowatch-comparison"} if can_prepare else set())
+
+
+def test_a_device_that_cannot_be_used_is_not_tried_again(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    tried: list[int] = []
+    monkeypatch.setattr(device, "prepare_thread", tried.append)
+    context = context_of(group, device_index=3)
+
+    for _ in range(2):
+        run_on_thread("zerowatch-watch", context.rank_sets)
+
+    assert tried == [3]
+
+
+def test_a_thread_of_the_script_keeps_its_device(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    context = context_of(group, device_index=3)
+
+    context.rank_sets()
+    run_on_thread("Thread-1", context.last_calls)
+
+    assert device.prepared == {}
+
+
+def run_on_thread(name: str, body: Callable[[], object]) -> None:
+    thread = threading.Thread(target=body, name=name)
+    thread.start()
+    thread.join()
 
 
 def test_a_method_that_fails_returns_none_and_the_others_work(group: TwoRanks) -> None:

@@ -230,6 +230,7 @@ def test_a_hang_is_found_though_the_watch_thread_checks_no_more(
     rank.watch.close()
 
     assert found == enabled
+    assert rank.context.prepared == (["zerowatch-hang-checks"] if enabled else [])
     assert not any(thread.name == "zerowatch-hang-checks" for thread in threading.enumerate())
 
 
