@@ -35,7 +35,9 @@ def rate(spec: MetricSpec, time_range: str, *matchers: str, part: str = "") -> s
     return f"rate({select(spec, *matchers, part=part)}[{time_range}])"
 
 
-def increase(spec: MetricSpec, timing: Timing, seconds: float, *matchers: str) -> str:
+def increase(
+    spec: MetricSpec, timing: Timing, seconds: float, *matchers: str, of_ended: bool = False
+) -> str:
     """Return the increase of a counter over a range, also of a series that is new.
 
     PromQL's `increase` misses the first value of a series: if a run is scraped for the first time
@@ -49,14 +51,22 @@ def increase(spec: MetricSpec, timing: Timing, seconds: float, *matchers: str) -
         timing: Scales the range.
         seconds: The range.
         matchers: Label matchers.
+        of_ended: Whether the first value also counts after the process has ended, for the rest of
+            the range: an event may end the process after a single scrape.
     """
     series, time_range = select(spec, *matchers), timing.duration(seconds)
-    long_ago, on_rank = f"time() - {timing.seconds(seconds + HOUR)}", "on (job, run, rank)"
-    is_old = f"process_start_time_seconds < {long_ago}"
-    is_young = f"{on_rank} {select(RUN_START_TIMESTAMP)} >= {long_ago}"
+
+    def value(selector: str) -> str:
+        return f"last_over_time({selector}[{time_range}])" if of_ended else selector
+
+    # By its address: the rank may have had another process within the range.
+    on_process = "on (job, instance, run, rank)"
+    long_ago = f"time() - {timing.seconds(seconds + HOUR)}"
+    is_old = f"{value('process_start_time_seconds')} < {long_ago}"
+    is_young = f"{on_process} {value(select(RUN_START_TIMESTAMP))} >= {long_ago}"
     read = earlier("process_start_time_seconds", time_range)
     unread = f"({is_old}\nunless {is_young}\nunless {read})"
-    born = f"{series} > 0 unless {earlier(series, time_range)}\nunless {on_rank} {unread}"
+    born = f"{value(series)} > 0 unless {earlier(series, time_range)}\nunless {on_process} {unread}"
     return f"(\n({born})\nor increase({series}[{time_range}])\n)"
 
 

@@ -377,6 +377,25 @@ CHECKPOINT_INTERVAL = recorded(
     training.LAST_CHECKPOINT_TIMESTAMP, "interval", lambda timing: _checkpoint_interval()
 )
 
+
+def _remembered(rule: RecordingRule, function: str, operation: str) -> RecordingRule:
+    """Return a rule for the value of `rule` in a week, for runs in training.
+
+    A process that was restarted has no checkpoint yet, and may never save one. A week has tens of
+    thousands of samples, so they are read once for all the places where the value is used.
+    """
+    return recorded(
+        training.LAST_CHECKPOINT_TIMESTAMP,
+        operation,
+        lambda timing: where(
+            f"{function}({rule.select()}[{timing.week}])", f"{select(training.RUN_ACTIVE)} == 1"
+        ),
+    )
+
+
+LAST_CHECKPOINT_IN_WEEK = _remembered(LAST_CHECKPOINT, "max_over_time", "max_max7d")
+CHECKPOINT_INTERVAL_IN_WEEK = _remembered(CHECKPOINT_INTERVAL, "last_over_time", "interval_last7d")
+
 # When ranks were last read as training, and as ended in good order (to a minute). The times outlast
 # the targets and a restart of Prometheus, so that an alert on a dead run can use them for hours.
 IN_GOOD_ORDER = ("completed", "interrupted")
@@ -447,16 +466,27 @@ HEADROOM_RATIO = recorded(
     "device",
 )
 OOM_RISK = aggregated(memory.OOM_RISK, "max", "rank", "device")
+
+
+def on_address(operation: str, spec: MetricSpec, *matchers: str) -> str:
+    """Return an aggregation over the ranks of a node that serve at the same address.
+
+    The ranks of a container have its address. Several containers on a node have one each, and may
+    have a limit of memory each. A label `instance` without a port, as with OTLP, is no address.
+    """
+    series = select(spec, *matchers)
+    addressed = f'label_replace({series}, "address", "$1", "instance", "(.+):[0-9]+")'
+    return by(operation, addressed, "node", "address")
+
+
+def _node_memory_ratio(timing: Timing) -> str:
+    in_use = on_address("sum", memory.MEMORY_BYTES, ON_HOST, ALLOCATED)
+    limit = on_address("min", memory.MEMORY_LIMIT, ON_HOST)
+    return by("max", f"{in_use}\n/ {limit}", "node")
+
+
 # Several ranks of a run share the memory of their node, of which each knows only its own part.
-NODE_MEMORY_RATIO = recorded(
-    memory.MEMORY_BYTES,
-    "limit_ratio",
-    lambda timing: (
-        f"{by('sum', select(memory.MEMORY_BYTES, ON_HOST, ALLOCATED), 'node')}\n"
-        f"/ {by('min', select(memory.MEMORY_LIMIT, ON_HOST), 'node')}"
-    ),
-    "node",
-)
+NODE_MEMORY_RATIO = recorded(memory.MEMORY_BYTES, "limit_ratio", _node_memory_ratio, "node")
 
 
 def _categories_of_fullest_rank() -> str:
@@ -719,6 +749,8 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         SKIPPED_RATIO,
         LAST_CHECKPOINT,
         CHECKPOINT_INTERVAL,
+        LAST_CHECKPOINT_IN_WEEK,
+        CHECKPOINT_INTERVAL_IN_WEEK,
         RANK_ACTIVE_TIME,
         RUN_ACTIVE_TIME,
         RANK_ENDED_TIME,

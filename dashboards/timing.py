@@ -57,9 +57,9 @@ class Timing:
         return self.duration(6 * HOUR)
 
     @property
-    def day(self) -> str:
-        """The range of a day: long enough for the interval between checkpoints."""
-        return self.duration(24 * HOUR)
+    def week(self) -> str:
+        """The range of 7 days: longer than three times the interval between checkpoints."""
+        return self.duration(7 * 24 * HOUR)
 
     @property
     def evaluation(self) -> str:

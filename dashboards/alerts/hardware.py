@@ -129,12 +129,21 @@ def _gpu_xid(timing: Timing) -> Alert:
 
 def _gpu_xid_minor(timing: Timing) -> Alert:
     others = f'xid!~"{DRAIN_XIDS}"'
-    recent = f"{increase(devices.DEVICE_XID_ERRORS, timing, HOUR, others)} > 0"
+    recent = f"{increase(devices.DEVICE_XID_ERRORS, timing, HOUR, others, of_ended=True)} > 0"
+    # By the address of the process: within an hour the rank may have restarted on another card. If
+    # that serves at the same address, the card of the XID is not known.
+    gpu = ", ".join((*IDENTITY, *GPU, "instance"))
+    cards = _last(devices.DEVICE_INFO, timing, seconds=HOUR)
+    without = f"max by ({gpu}) ({_last(devices.DEVICE_XID_ERRORS, timing, others, seconds=HOUR)})"
+    card = (
+        f"(\n{cards} and on ({gpu}) count by ({gpu}) ({cards}) == 1\nor on ({gpu}) {without} ^ 0\n)"
+    )
+    known = f"({recent})\n* on ({gpu}) group_left (uuid, pci_bus_id) {card}"
     return Alert(
         name=XID_MINOR,
         component="devices",
         severity="warning",
-        expression=with_card(by("max", recent, *GPU, "xid"), timing),
+        expression=by("max", known, *GPU, "xid", "uuid", "pci_bus_id"),
         for_seconds=0,
         keep_firing_seconds=5 * MINUTE,
         summary=f"XID {{{{ $labels.xid }}}} in training {RUN}, at {_WHERE}",

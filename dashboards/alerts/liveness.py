@@ -226,17 +226,19 @@ def _no_first_step(timing: Timing) -> Alert:
 
 
 def _target_never_up(timing: Timing) -> Alert:
+    # Targets of other programs may have a label `run` as well.
+    target = 'up{run!="", rank!=""}'
     # Not a target that has been down for hours: discovery may list the ranks of old runs.
     active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.history}])"
     # Prometheus may have been down five hours ago.
-    listed = earlier('up{run!=""}', timing.duration(5 * HOUR), timing.history)
+    listed = earlier(target, timing.duration(5 * HOUR), timing.history)
     ended = by("max", _last(recorded.RANK_ENDED_TIME, timing.history))
     return Alert(
         name=TARGET_NEVER_UP,
         component="training",
         severity="warning",
         expression=(
-            'up{run!=""} == 0\n'
+            f"{target} == 0\n"
             f"unless on (job, instance, run, rank) {active}\n"
             f"unless on (job, instance, run, rank) {listed}\n"
             "unless on (job, run, rank) up == 1\n"

@@ -101,7 +101,7 @@ def _host_memory_risk() -> Alert:
 
 def _host_memory_node_full() -> Alert:
     # Of several ranks: a single rank compares itself with the limit, see HostMemoryRisk.
-    ranks = by("count", select(memory.MEMORY_LIMIT, ON_HOST), "node")
+    ranks = by("max", recorded.on_address("count", memory.MEMORY_LIMIT, ON_HOST), "node")
     full = where(
         above(recorded.NODE_MEMORY_RATIO.select(), HOST_MEMORY_NODE_HIGH), f"{ranks} > 1", "node"
     )

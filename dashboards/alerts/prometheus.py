@@ -15,8 +15,12 @@ WATCHDOG = "ZerowatchWatchdog"
 INSTANCE = "{{ $labels.instance }}"
 # The rule groups of the shipped files; the label is "<file>;<group>".
 OUR_RULES = 'rule_group=~".+;zerowatch-.+"'
-# Scrape configurations by this name list hosts on which often nothing runs.
-EXPECTED_DISCOVERY = 'mechanism=~"http|file", config!~".+-optional"'
+OUR_ALERTS = 'rule_group=~".+;zerowatch-.+-alerts"'
+# Scrape configurations of ranks, by the name that the documents ask for, with that of the operator.
+# Before 3.9, Prometheus exports no name. "-optional" marks hosts on which often nothing runs.
+EXPECTED_DISCOVERY = (
+    'mechanism=~"http|file", config=~"(.+/)?zerowatch[^/]*|", config!~".+-optional"'
+)
 # The service that lists the ranks of all runs, as the documents name its scrape configuration. The
 # operator puts scrapeConfig/NAMESPACE/ before it.
 TARGETS_SERVICE = 'config=~"(.+/)?zerowatch-targets"'
@@ -138,9 +142,13 @@ def _limit_exceeded(timing: Timing) -> Alert:
 
 
 def _notifications_failing(timing: Timing) -> Alert:
-    # Of several Alertmanagers, one that answers is enough: it notifies for all.
+    # Of several Alertmanagers, one that answers is enough: it notifies for all. A Prometheus agent
+    # has none and needs none, nor does a server that does not evaluate the alerts.
+    alone = "prometheus_notifications_alertmanagers_discovered == 0"
+    evaluates = f"prometheus_rule_group_rules{{{OUR_ALERTS}}} > 0"
+    # All labels of the target are kept: servers of several clusters may have the same address.
     errors, dropped = (
-        f"min by (job, instance) (increase({metric}[{timing.short}])) > 0"
+        f"min without (alertmanager) (increase({metric}[{timing.short}])) > 0"
         for metric in (
             "prometheus_notifications_errors_total",
             "prometheus_notifications_dropped_total",
@@ -151,7 +159,7 @@ def _notifications_failing(timing: Timing) -> Alert:
         component="prometheus",
         severity="critical",
         expression=(
-            f"({errors} or {dropped} or prometheus_notifications_alertmanagers_discovered == 0)"
+            f"(\n{errors}\nor {dropped}\nor ({alone} and ignoring (rule_group) {evaluates})\n)"
         ),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,

@@ -102,12 +102,12 @@ def _mfu_dropped(timing: Timing) -> Alert:
 
 def _checkpoint_overdue(timing: Timing) -> Alert:
     # A run that was resumed has been without a checkpoint since its start only.
-    last = f"max_over_time({recorded.LAST_CHECKPOINT.select()}[{timing.day}])"
+    last = recorded.LAST_CHECKPOINT_IN_WEEK.select()
     started = by("max", "process_start_time_seconds")
     saved = f"({started} > {last} or {last})"
     age = f"(time() - {saved})"
     # Of the process before, until this one has saved twice.
-    interval = f"last_over_time({recorded.CHECKPOINT_INTERVAL.select()}[{timing.day}])"
+    interval = recorded.CHECKPOINT_INTERVAL_IN_WEEK.select()
     least = timing.seconds(LEAST_CHECKPOINT_AGE_SECONDS)
     late = above(f"{age}\n/ on (job, run) ({interval} > 0)", CHECKPOINT_DELAY_HIGH)
     old = f"{above(age, CHECKPOINT_AGE_HIGH)}\nunless on (job, run) {interval} > 0"

@@ -34,9 +34,9 @@ def test_seconds_to_compare_with_are_a_plain_number(scale, text):
 @pytest.mark.parametrize(
     ("scale", "ranges"),
     [
-        (1, ("5m", "30m", "1h", "6h", "1d", "15s")),
-        (1 / 10, ("30s", "3m", "6m", "36m", "144m", "1500ms")),
-        (1 / 30, ("10s", "1m", "2m", "12m", "48m", "1s")),
+        (1, ("5m", "30m", "1h", "6h", "7d", "15s")),
+        (1 / 10, ("30s", "3m", "6m", "36m", "1008m", "1500ms")),
+        (1 / 30, ("10s", "1m", "2m", "12m", "336m", "1s")),
     ],
 )
 def test_ranges_scale_and_evaluations_are_at_least_a_second_apart(scale, ranges):
@@ -47,6 +47,6 @@ def test_ranges_scale_and_evaluations_are_at_least_a_second_apart(scale, ranges)
         timing.long,
         timing.hour,
         timing.history,
-        timing.day,
+        timing.week,
         timing.evaluation,
     )

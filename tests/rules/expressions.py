@@ -14,6 +14,7 @@ OF_SERVERS = {
     "prometheus_sd_file_read_errors_total": _SERVER,
     "prometheus_rule_evaluation_failures_total": {*_SERVER, "rule_group"},
     "prometheus_rule_group_iterations_missed_total": {*_SERVER, "rule_group"},
+    "prometheus_rule_group_rules": {*_SERVER, "rule_group"},
     "prometheus_notifications_errors_total": {*_SERVER, "alertmanager"},
     "prometheus_notifications_dropped_total": _SERVER,
     "prometheus_notifications_alertmanagers_discovered": _SERVER,

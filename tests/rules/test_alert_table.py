@@ -126,7 +126,16 @@ BY_MODULE = (
     dcgm_alerts,
 )
 # Labels of dcgm-exporter, of the alerts on servers, and of joins.
-OTHER_LABELS = {"UUID", "Hostname", "gpu", "uuid", "part", "rule_group"}
+OTHER_LABELS = {
+    "UUID",
+    "Hostname",
+    "gpu",
+    "uuid",
+    "part",
+    "rule_group",
+    "address",
+    "alertmanager",
+}
 SECONDS = {"s": 1, "m": 60, "h": 3600, "0": 0}
 
 

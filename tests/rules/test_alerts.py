@@ -17,10 +17,11 @@ from rules.cases import (
     training,
     window,
 )
-from rules.promtool import WATCHDOG, Case, failures, seconds
+from rules.promtool import WATCHDOG, Case, failures, needed_rules, seconds, written
 
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
+from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.timing import Timing
 
 # The cases by the components whose alerts they are about. All rules take four times as long.
@@ -84,6 +85,21 @@ def test_no_other_alert_fires_on_hardware(case, some_rules, tmp_path):
 )
 def test_alerts_on_hardware(case, some_rules, tmp_path):
     rules = some_rules("devices", only=case.about)
+
+    assert failures(rules, [case.test()], tmp_path) == ""
+
+
+# Here an hour is a minute long.
+@pytest.mark.parametrize(
+    ("saves_each", "ends", "fires_at", "until"),
+    [(1, 5, "10m15s", 36), (12, 37, "75m15s", 90)],
+)
+def test_an_overdue_checkpoint_stays_overdue_if_a_restarted_run_saves_none(
+    saves_each, ends, fires_at, until, tmp_path
+):
+    files = rule_files(Timing(scale=1 / 60))
+    rules = written(needed_rules(files, only=training.OVERDUE["alertname"]), tmp_path)
+    case = training.restarted(saves_each, ends, fires_at, until)
 
     assert failures(rules, [case.test()], tmp_path) == ""
 

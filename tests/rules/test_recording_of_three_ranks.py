@@ -265,6 +265,8 @@ run:zerowatch_collective_calls:generate_gathers_per_step_rate5m run
 run:zerowatch_skipped_steps:ratio_rate5m run
 run:zerowatch_last_checkpoint_timestamp_seconds:max run
 run:zerowatch_last_checkpoint_timestamp_seconds:interval run
+run:zerowatch_last_checkpoint_timestamp_seconds:max_max7d run
+run:zerowatch_last_checkpoint_timestamp_seconds:interval_last7d run
 run_rank_instance:zerowatch_run_active:active_timestamp_seconds run rank node instance
 run:zerowatch_run_active:active_timestamp_seconds run
 run_rank:zerowatch_run_active:ended_timestamp_seconds run rank node

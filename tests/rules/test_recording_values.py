@@ -46,6 +46,14 @@ def links(*bandwidths: float) -> dict[str, str]:
     return series
 
 
+def on_node_n(rank: int, instance: str, in_use: float) -> dict[str, str]:
+    """Return the host memory of a rank that may use 8 GB."""
+    place = {"device": "cpu", "node": "n", "instance": instance}
+    return of_rank(
+        rank, "zerowatch_memory_bytes", standing(in_use), state="allocated", **place
+    ) | of_rank(rank, "zerowatch_memory_limit_bytes", standing(8e9), **place)
+
+
 GENERATING = of_rank(0, PHASES, growing(0.5), phase="generate") | of_rank(
     1, PHASES, growing(0.25), phase="generate"
 )
@@ -137,6 +145,17 @@ CASES = {
         | of_rank(0, "zerowatch_checkpoints_total", standing(2), outcome="failed"),
         {"": 120},
     ),
+    # Of a process that has ended; the next one has saved none.
+    recorded.LAST_CHECKPOINT_IN_WEEK: (
+        of_rank(0, SAVED, gauge((2, 100), (2, 220), (2, GONE))),
+        {"": 220},
+    ),
+    recorded.CHECKPOINT_INTERVAL_IN_WEEK: (
+        of_rank(0, "process_start_time_seconds", standing(40))
+        | of_rank(0, SAVED, gauge((4, 400), (2, GONE)))
+        | of_rank(0, "zerowatch_checkpoints_total", gauge((4, 3), (2, GONE)), outcome="saved"),
+        {"": 120},
+    ),
     # The scrapes of 357 s and 240 s.
     recorded.RANK_ACTIVE_TIME: (
         of_rank(1, ACTIVE, gauge((4.1, 1), (2, 0))),
@@ -155,8 +174,7 @@ CASES = {
         {of(1): 360},
     ),
     recorded.NODE_MEMORY_RATIO: (
-        of_both("zerowatch_memory_bytes", standing(3e9), device="cpu", state="allocated", node="n")
-        | of_both("zerowatch_memory_limit_bytes", standing(8e9), device="cpu", node="n"),
+        on_node_n(0, "10.0.0.0:9464", 3e9) | on_node_n(1, "10.0.0.0:9465", 3e9),
         {'node="n"': 0.75},
     ),
     recorded.COVERAGE: (
@@ -235,6 +253,14 @@ def test_checkpoints_are_counted_from_the_start_of_the_process_or_of_a_later_run
     series = series | of_both("zerowatch_run_start_timestamp_seconds", standing(run_start))
     rule = recorded.CHECKPOINT_INTERVAL
     test = look(rule, training(MINUTES) | series, {"": interval})
+
+    assert failures(some_rules(only=rule.name), [test], tmp_path) == ""
+
+
+def test_the_memory_of_a_node_is_that_of_its_fullest_container(some_rules, tmp_path):
+    series = on_node_n(0, "10.0.0.0:9464", 3e9) | on_node_n(1, "10.0.0.1:9464", 4e9)
+    rule = recorded.NODE_MEMORY_RATIO
+    test = look(rule, training(MINUTES) | series, {'node="n"': 0.5})
 
     assert failures(some_rules(only=rule.name), [test], tmp_path) == ""
 

@@ -24,6 +24,10 @@ def alert(name: str, severity: str, **labels: str) -> dict[str, str]:
     return {"alertname": f"ZerowatchGpu{name}", "severity": severity, **GPU, **labels}
 
 
+def without_card(labels: dict[str, str]) -> dict[str, str]:
+    return {label: value for label, value in labels.items() if label not in CARD}
+
+
 def card(minutes: float) -> Series:
     """Return a healthy run, and the identity of rank 1's GPU."""
     info = of_rank(
@@ -80,9 +84,7 @@ CASES = (
     Case(
         title="Fires on a lost GPU even if its card is unknown",
         series=at_end(of_gpu("lost", gauge((5, 0), (1, 1)))),
-        alert={
-            label: value for label, value in alert("Lost", "critical").items() if label not in CARD
-        },
+        alert=without_card(alert("Lost", "critical")),
         fires_at="5m15s",
         recovers_at="1h7m",
     ),
@@ -117,6 +119,83 @@ CASES = (
             f"{THE_CARD} Most such errors come from the script; look the number up in the "
             "runbook's table.",
         ),
+    ),
+    *(
+        Case(
+            title=f"Fires on an XID of the script that a single scrape reads, after {healthy} min",
+            series=fault("xid_errors_total", (healthy, GONE), (0.1, 1), xid="31"),
+            alert=alert("XidMinor", "warning", xid="31"),
+            fires_at=fires_at,
+            recovers_at=recovers_at,
+        )
+        for healthy, fires_at, recovers_at in (
+            (5, "5m15s", "1h10m15s"),
+            (5.3, "5m30s", "1h10m30s"),
+        )
+    ),
+    Case(
+        title="Fires once on two XIDs of the script, the second of which ends the process",
+        series=fault("xid_errors_total", (5, GONE), (1, 1), (9, 2), xid="31"),
+        alert=alert("XidMinor", "warning", xid="31"),
+        fires_at="5m15s",
+        recovers_at="1h11m",
+    ),
+    Case(
+        title="Fires on an XID with its card if the rank restarts on another card",
+        series=fault("xid_errors_total", (5, GONE), (0.1, 1), xid="31")
+        | of_gpu(
+            "info",
+            gauge((6, GONE), (70, 1)),
+            instance="10.0.1.1:9464",
+            uuid="GPU-0a0b",
+            pci_bus_id="00000000:1A:00.0",
+            **OF_DRIVER,
+        ),
+        alert=alert("XidMinor", "warning", xid="31"),
+        fires_at="5m15s",
+        recovers_at="1h10m15s",
+    ),
+    *(
+        Case(
+            title=f"Fires on an XID without a card if its address had two within the hour: {uuids}",
+            series=at_end(
+                of_gpu("info", gauge((8.2, 1), (8, GONE)), uuid=uuids[0], **OF_DRIVER)
+                | of_gpu("info", gauge((8, GONE), (8, 1)), uuid=uuids[1], **OF_DRIVER)
+                | of_gpu("xid_errors_total", gauge((8, GONE), (8, 1)), xid="31")
+            ),
+            alert=without_card(alert("XidMinor", "warning", xid="31")),
+            fires_at="8m15s",
+            recovers_at="1h13m15s",
+        )
+        for uuids in (("GPU-a", "GPU-b"), ("GPU-b", "GPU-a"))
+    ),
+    Case(
+        title="Fires on an XID of a new process after Prometheus was down during the one before",
+        series=at_end(
+            of_rank(1, "process_start_time_seconds", gauge((80, GONE), (5, -7200)))
+            | of_rank(
+                1,
+                "process_start_time_seconds",
+                gauge((86, GONE), (5, 5100)),
+                instance="10.0.1.1:9464",
+            )
+            | of_gpu(
+                "xid_errors_total", gauge((90, GONE), (1, 1)), xid="31", instance="10.0.1.1:9464"
+            )
+        ),
+        alert=without_card(alert("XidMinor", "warning", xid="31")),
+        fires_at="90m15s",
+        recovers_at="155m15s",
+    ),
+    Case(
+        title="Does not fire on an old XID of a process that ends after Prometheus was down",
+        near="ZerowatchGpuXidMinor",
+        series=at_end(
+            of_rank(1, "process_start_time_seconds", gauge((80, GONE), (20, -7200)))
+            | of_gpu("xid_errors_total", gauge((80, GONE), (20, 1)), xid="31")
+        ),
+        since="80m",
+        until="170m",
     ),
     Case(
         title="Fires on an uncorrectable memory error",

@@ -72,6 +72,11 @@ def renamed(run: str, series: Series) -> Series:
     return {name.replace("night-7", run): values for name, values in series.items()}
 
 
+def of_cluster(job: str, series: Series) -> Series:
+    """Return the same series of a run that another cluster scrapes under this job."""
+    return {name.replace('job="zerowatch"', f'job="{job}"'): series[name] for name in series}
+
+
 def normal_ends(every: float) -> Case:
     """Return six runs that end in good order. In some, ranks miss the last scrape."""
     last = every / 60  # minutes for which a value is read once
@@ -364,11 +369,26 @@ CASES = (
         until="20m",
     ),
     Case(
+        title="Fires if one of two runs of the same name dies, which have a job for each cluster",
+        series=training(20)
+        | of_cluster("zerowatch-us", training_rank(0, (5, 1), (10, GONE), (5, 1)))
+        | of_cluster("zerowatch-us", training_rank(1, (5, 1), (10, GONE), (5, 1))),
+        alert={**DIED, "job": "zerowatch-us"},
+        fires_at="6m30s",
+        recovers_at="15m15s",
+    ),
+    Case(
         title="Fires on a target that never answers",
         series=training(20) | answers((12, GONE), (8, 1), rank=7),
         alert=NEVER_UP,
         fires_at="5m",
         recovers_at="12m15s",
+    ),
+    Case(
+        title="Does not fire on a target of another program that has a label `run`",
+        near="ZerowatchTargetNeverUp",
+        series={'up{job="kubernetes-pods", instance="10.0.0.7:8080", run="nginx"}': gauge((8, 0))},
+        until="8m",
     ),
     Case(
         title="Does not fire on a target of an old run",

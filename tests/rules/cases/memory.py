@@ -46,7 +46,7 @@ def leak(*stretches: Stretch) -> Series:
     )
 
 
-def on_one_host(*stretches: Stretch) -> Series:
+def on_one_host(*stretches: Stretch, instance: str = "10.0.0.0:{port}") -> Series:
     """Two ranks on node-0, which may use 1,000 bytes and use so many each."""
     minutes = sum(stretch[0] for stretch in stretches)
     series: Series = {}
@@ -57,7 +57,14 @@ def on_one_host(*stretches: Stretch) -> Series:
             ("memory_bytes", gauge(*stretches), {"device": "cpu", "state": "allocated"}),
             ("memory_limit_bytes", gauge((minutes, 1000)), {"device": "cpu"}),
         ):
-            series |= of_rank(rank, f"zerowatch_{metric}", values, node="node-0", **labels)
+            series |= of_rank(
+                rank,
+                f"zerowatch_{metric}",
+                values,
+                node="node-0",
+                instance=instance.format(rank=rank, port=9464 + rank),
+                **labels,
+            )
     return series
 
 
@@ -156,6 +163,19 @@ CASES = (
             "there. When it is full, the kernel kills one of them and the run ends. Save a "
             "checkpoint now if you can, and check what else runs on that host.",
         ),
+    ),
+    Case(
+        title="Fires if two ranks fill the memory of their host, without addresses",
+        series=on_one_host((3, 300), (5, 460), (9, 300), instance="night-7/{rank}"),
+        alert=NODE_FULL,
+        fires_at="4m15s",
+        recovers_at="13m15s",
+    ),
+    Case(
+        title="Does not fire if two ranks use 92 % of the memory of a container each",
+        near="ZerowatchHostMemoryNodeFull",
+        series=on_one_host((15, 920), instance="10.0.0.{rank}:9464"),
+        until="15m",
     ),
     Case(
         title="Does not fire if two ranks use 88 % of the memory of their host",

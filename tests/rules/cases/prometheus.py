@@ -46,6 +46,16 @@ def errors_of(alertmanager: str, *stretches: Stretch) -> Series:
     )
 
 
+def dropped(*stretches: Stretch, **labels: str) -> Series:
+    """Return the alerts that Prometheus dropped."""
+    return of_server("prometheus_notifications_dropped_total", counter(*stretches), **labels)
+
+
+def evaluates(minutes: float, group: str = GROUP, **labels: str) -> Series:
+    """Return the number of rules in a group that Prometheus evaluates."""
+    return of_server("prometheus_rule_group_rules", gauge((minutes, 9)), rule_group=group, **labels)
+
+
 def ended(after: float, minutes: float) -> Series:
     """Return the series of two healthy ranks whose run ends after so many of the minutes."""
     stretches = ((after, 1), (0.25, 0), (minutes - after - 0.25, GONE))
@@ -123,6 +133,28 @@ CASES = (
         series=training(20) | failing((20, 0.03), config="zerowatch-optional"),
         until="20m",
     ),
+    *(
+        Case(
+            title=f"Does not fire if targets of other programs cannot be read: {config}",
+            near="ZerowatchPrometheusDiscoveryFailing",
+            series=training(20) | failing((20, 0.2), config=config),
+            until="20m",
+        )
+        for config in ("netbox-switches", "scrapeConfig/zerowatch-team/netbox")
+    ),
+    *(
+        Case(
+            title=f"Fires if the targets of a run cannot be read: {config or 'no name'}",
+            series=training(40) | failing((3, 0), (15, 0.2), (22, 0), config=config),
+            alert=alert(
+                "PrometheusDiscoveryFailing",
+                {**SERVER, "mechanism": "http", **({"config": config} if config else {})},
+            ),
+            fires_at="8m15s",
+            recovers_at="33m45s",
+        )
+        for config in ("", "zerowatch-night", "scrapeConfig/training/zerowatch-night")
+    ),
     Case(
         title="Fires if rules of zerowatch fail",
         series=of_server(
@@ -158,10 +190,32 @@ CASES = (
         title="Fires if Prometheus has no Alertmanager",
         series=of_server(
             "prometheus_notifications_alertmanagers_discovered", gauge((3, 1), (15, 0), (10, 1))
-        ),
+        )
+        | evaluates(28),
         alert=alert("PrometheusNotificationsFailing", SERVER, "critical"),
         fires_at="8m15s",
         recovers_at="23m15s",
+    ),
+    Case(
+        title="Does not fire on agents and other servers, which have no Alertmanager",
+        near="ZerowatchPrometheusNotificationsFailing",
+        series=evaluates(20)
+        | of_server("prometheus_notifications_alertmanagers_discovered", gauge((20, 1)))
+        | of_server(
+            "prometheus_notifications_alertmanagers_discovered", gauge((20, 0)), cluster="eu"
+        )
+        | of_server(
+            "prometheus_notifications_alertmanagers_discovered", gauge((20, 0)), instance="b:9090"
+        )
+        | evaluates(20, "/etc/prometheus/rules/node.yaml;node", instance="b:9090"),
+        until="20m",
+    ),
+    Case(
+        title="Fires if the server of one of two clusters drops alerts, at the same address",
+        series=dropped((3, 0), (15, 0.1), (22, 0), cluster="eu") | dropped((40, 0), cluster="us"),
+        alert=alert("PrometheusNotificationsFailing", {**SERVER, "cluster": "eu"}, "critical"),
+        fires_at="8m15s",
+        recovers_at="28m",
     ),
     Case(
         title="Does not fire if one notification is lost",

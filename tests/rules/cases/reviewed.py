@@ -70,11 +70,12 @@ class Scenario:
 
 def of(metric: str, values: str, *, rank: int = 0, run: str = "r", **labels: str) -> Series:
     """Return a series of a rank, which has a host of its own unless `node` is given."""
+    node = labels.get("node")
     known = {
         "job": "z",
         "run": run,
         "rank": str(rank),
-        "instance": f"host-{rank}:9464",
+        "instance": f"{node}:{9464 + rank}" if node else f"host-{rank}:9464",
         "node": f"host-{rank}",
         **labels,
     }

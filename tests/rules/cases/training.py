@@ -72,6 +72,35 @@ def saved(minutes: float, *at_minutes: float) -> Series:
     )
 
 
+def restarted(saves_each: int, ends: int, fires_at: str, until: int) -> Case:
+    """Return a run whose second process saves no checkpoint for a long time.
+
+    Args:
+        saves_each: Minutes between two checkpoints of the first process.
+        ends: The minute in which the first process ends. The second begins two minutes later.
+        fires_at: When the alert on an overdue checkpoint fires.
+        until: The minute in which the second process saves a checkpoint.
+    """
+    lives = ((ends, 1), (2, GONE), (until + 2 - ends, 1))
+    saves = [*range(saves_each, ends, saves_each), ends]
+    stretches = [(later - at, 60 * at) for at, later in pairwise(saves)]
+    numbers = ((length, count) for count, (length, _) in enumerate(stretches, start=1))
+    without = until - ends
+    last = gauge((saves_each, GONE), *stretches, (without, GONE), (4, 60 * until))
+    number = gauge((saves_each, 0), *numbers, (2, GONE), (without - 2, 0), (4, 1))
+    return Case(
+        title="Fires until a checkpoint is saved",
+        series=training_rank(0, *lives)
+        | training_rank(1, *lives)
+        | of_rank(0, STARTED, gauge((ends, 1), (2, GONE), (until, 60 * (ends + 2))))
+        | of_rank(0, SAVED, last)
+        | of_rank(0, NUMBER_SAVED, number, outcome="saved"),
+        alert=OVERDUE,
+        fires_at=fires_at,
+        recovers_at=f"{until}m15s",
+    )
+
+
 RESUMED = ((30, 1), (0.25, 0), (59.75, GONE), (25, 1))
 AFTER_A_PAUSE = ((70, 1), (0.25, 0), (199.75, GONE), (110, 1))
 CASES = (
