@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...metrics.exporters.telemetry_data import Span
-from ...metrics.recorder import Recorder, Snapshot
 from ..common.gil_pauses import let_training_run
 from ..common.torch_engine import TorchEngine
 from ..estimator.engine_estimate import is_data_parallel
@@ -17,9 +16,10 @@ from ..tuner.decision_reporter import DecisionReporter
 from ..tuner.job_facts import job_facts
 from ..tuner.policy.controller_interface import WARMUP_STEPS
 from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
-from ..tuner.policy.metrics_delta import MetricsDelta, metrics_between
+from ..tuner.policy.metrics_delta import MetricsDelta
 from ..tuner.policy.policy_types import JobFacts, Mode, Numerics, State, Symptom
 from ..tuner.policy.proposals import TunerInput, propose
+from ..tuner.policy.step_time_observer import SnapshotIntervals
 from ..tuner.policy.trial import Decision
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Minimum length of the interval that a diagnosis covers, in seconds and in steps. The interval must
-# be long, because exposed communication is published some seconds late.
+# Minimum length of the interval that a diagnosis covers, in seconds and in steps.
 MIN_SECONDS = 30.0
 MIN_STEPS = 20
 # Symptoms that often share one cause: an idle device mostly waits for communication or for Python.
@@ -37,7 +36,13 @@ WAITING_SYMPTOMS = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
 
 
 class Intervals(Protocol):
-    """Measures successive intervals of a run."""
+    """Measures successive intervals of a run.
+
+    Attributes:
+        is_waiting: Whether the last call is to be repeated, because it waited for a publication.
+    """
+
+    is_waiting: bool
 
     def start(self) -> None:
         """Begin an interval."""
@@ -46,31 +51,14 @@ class Intervals(Protocol):
         """Return what the metrics did in the interval, if it is known, and begin the next one."""
 
 
-class SnapshotIntervals:
-    """Measures intervals by snapshots of a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._before: Snapshot | None = None
-
-    def start(self) -> None:
-        """Begin an interval."""
-        self._before = self._recorder.snapshot()
-
-    def end(self) -> MetricsDelta | None:
-        """Return what the metrics did in the interval, and begin the next one."""
-        before, self._before = self._before, self._recorder.snapshot()
-        let_training_run()
-        return None if before is None else metrics_between(before, self._before)
-
-
 class Advisor:
     """Diagnoses rank 0's metrics periodically on the watch thread. It gives each advice once.
 
     Args:
         context: The watch of the engine.
         send: Sends a span to a collector. Does nothing if there is no collector.
-        intervals: Measures the intervals; by default by snapshots of the recorder.
+        intervals: Measures the intervals; by default by snapshots of the recorder. They begin and
+            end where communication was published.
         now: A monotonic clock, in seconds.
     """
 
@@ -89,7 +77,9 @@ class Advisor:
         self._is_enabled = is_enabled and (is_torch or self._knobs_class is not None)
         self._reporter: DecisionReporter | None = None
         self._knobs: ReadOnlyKnobs | None = None
-        self._intervals = intervals or SnapshotIntervals(context.recorder)
+        self._intervals = intervals or SnapshotIntervals(
+            context.recorder, context.settings.cross_rank.interval_seconds, now
+        )
         self._has_begun = False
         self._since, self._first_step = 0.0, 0
         self._facts: JobFacts | None = None
@@ -101,8 +91,8 @@ class Advisor:
         if engine is None or engine.global_steps < WARMUP_STEPS:
             return
         if not self._has_begun:
-            self._has_begun = True
             self._intervals.start()
+            self._has_begun = not self._intervals.is_waiting
             self._start_interval(engine)
         elif (
             self._now() - self._since >= MIN_SECONDS
@@ -110,6 +100,8 @@ class Advisor:
         ):
             reading = self._intervals.end()
             let_training_run()
+            if self._intervals.is_waiting:
+                return
             reporter = self._start_interval(engine)
             let_training_run()
             if reading is not None:

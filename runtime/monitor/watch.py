@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,7 @@ class Watch:
         advisor: Logs changes that would make the run faster, until a tuner replaces the advisor.
         writes_report: Whether `close` writes `report.html` and prints the tables of the run on rank
             0 after an end in good order, which takes a few seconds at most.
+        on_good_end: Functions that `close` calls first, unless the run ends with an exception.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Watch:
         self._is_closing = self._is_forked = False
         self._unclosed: deque[Callable[[], object]] = deque()
         self.writes_report = False
+        self.on_good_end: list[Callable[[], object]] = []
 
     @property
     def address(self) -> str | None:
@@ -265,6 +267,11 @@ class Watch:
         """Discard the micro-batches since the last step, which will be repeated or skipped."""
         self._instrumentation.discard_window()
 
+    def restart_forecasts(self, *, after_step: int, use: Hashable) -> None:
+        """Forecast memory only from readings of one use of it; see `MemoryForecasts.restart`."""
+        restart = self._memory.analysis.forecasts.restart
+        self.fail_open.call("forecasts", restart, after_step=after_step, use=use)
+
     def memory_limit_bytes(self, device: str) -> float | None:
         """Return the present limit of a device's memory, in bytes; None if it cannot be read."""
         return self.fail_open.call("memory limit", self._memory.limit_bytes, device)
@@ -375,6 +382,8 @@ class Watch:
             yield self.advisor.disable
             yield lambda: self._on_run_error(error)
             yield lambda: self._trace_run_error(error)
+        else:
+            yield from self.on_good_end
         yield from self._hooks()
         yield lambda: self._thread.enqueue_rest(self._collectives.call_recorder.drain())
         yield self._stop_thread
@@ -524,6 +533,9 @@ class NullWatch:
         engine.watch = self
 
     def discard_window(self) -> None:
+        """Do nothing."""
+
+    def restart_forecasts(self, *, after_step: int, use: Hashable) -> None:
         """Do nothing."""
 
     def memory_limit_bytes(self, device: str) -> float | None:

@@ -456,14 +456,20 @@ class RemoteIntervals:
 
     def __init__(self, process: MonitoringProcess) -> None:
         self._process = process
+        self.is_waiting = False
 
     def start(self) -> None:
         """Begin an interval."""
-        self._process.ask("interval start")
+        self._ask("interval start")
 
     def end(self) -> MetricsDelta | None:
         """Return what the metrics did in the interval, and begin the next one."""
-        found: MetricsDelta | None = self._process.ask("interval")
+        return self._ask("interval")
+
+    def _ask(self, question: str) -> MetricsDelta | None:
+        """Return the answer; None if the interval is not complete, or if there is no answer."""
+        found: MetricsDelta | None
+        self.is_waiting, found = self._process.ask(question) or (False, None)
         return found
 
 

@@ -25,7 +25,7 @@ import psutil
 
 from ...metrics.catalog import BY_NAME, overhead, training
 from ...metrics.exporters.server import MetricsServer
-from ...metrics.recorder import Recorder, Snapshot
+from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ...metrics.thresholds import OOM_RISK_HIGH
 from ..collectives.call_recorder import CallRecorder
@@ -55,7 +55,7 @@ from ..monitor.step_log import keeps_every_step
 from ..monitor.step_metrics import StepMetrics
 from ..monitor.step_ring import RingClaim, recover
 from ..monitor.subscriptions import for_each
-from ..tuner.policy.metrics_delta import metrics_between
+from ..tuner.policy.step_time_observer import SnapshotIntervals
 from .connection import Connection
 from .messages import MemoryKnowledge, OpenedRun, Peers, Setup, State
 from .wire import ReceivedGroups, receive_calls, receive_in_flight, receive_step
@@ -225,7 +225,6 @@ class Monitor:
         self._peers_due = 0.0
         self._sent_run: str | None = None
         self._wants_records = False
-        self._interval_start: Snapshot | None = None
         self._sent_readings: Readings = {}
         self._gpus = GpuReadings(setup, recorder, fail_open)
         self._estimates: dict[int, tuple[threading.Event, list[Any]]] = {}
@@ -288,6 +287,8 @@ class Monitor:
             rank=process.rank,
             folder=lambda: folder.path,
         )
+        exchange_seconds = settings.cross_rank.interval_seconds
+        self._intervals = SnapshotIntervals(recorder, exchange_seconds)
         self._sent_forecasts: object = self._memory.forecasts.forecasts
         self._forecasts_due = 0.0
         self._comparison = comparison = Comparison(context, setup, self._ask_estimate)
@@ -484,8 +485,12 @@ class Monitor:
                 },
             )
         if what in ("interval", "interval start"):
-            before, self._interval_start = self._interval_start, self._recorder.snapshot()
-            return metrics_between(before or self._interval_start, self._interval_start)
+            intervals = self._intervals
+            if what == "interval":
+                found = intervals.end()
+                return intervals.is_waiting, found
+            intervals.start()
+            return intervals.is_waiting, None
         if what == "report":
             self._comparison.thread.report_now()
         return True  # what was sent before the question has been handled

@@ -7,7 +7,7 @@ outside the packages `oom_recovery` and `window`, because it imports both and `o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -116,6 +116,7 @@ class WindowRunner:
             memory=self.peak_history,
             run_end=run_end,
         )
+        self._memory_use = _MemoryUse()
         self.replay.on_window_abort.append(engine_holder.abort_window)
         self.replay.on_error.append(metrics.count_oom)
 
@@ -125,6 +126,7 @@ class WindowRunner:
         self.opened = None
         self.opened = opened = self._open(batch)
         window, local_batches = opened.window, opened.local_batches
+        self._record_memory_use(local_batches)
         self._engine_holder.begin_window(2.0**-self.exponent)
         rng = RngState.capture()
         try:
@@ -154,6 +156,9 @@ class WindowRunner:
                 seconds=perf_counter() - began,
             )
             self._commit(result)
+        if replayed.replays:  # later micro-batches or memory savings differ
+            self._memory_use.num_replays += replayed.replays
+            self._restart_forecasts(local_batches)
         self._metrics.publish_window(
             result,
             own_samples=window.num_samples,
@@ -200,6 +205,23 @@ class WindowRunner:
         if not opened.records_agree:
             self._guard.recorder.forbid()
         return opened
+
+    def _record_memory_use(self, local_batches: LocalBatches) -> None:
+        """Restart the memory forecast if the script or the tuner has changed the use of memory."""
+        self._memory_use.num_windows += 1
+        self._restart_forecasts(local_batches)
+        self.peak_history.on_window_start(
+            step=self._engine_holder.engine.global_steps + 1,
+            configuration=self.replay.planner.configuration,
+        )
+
+    def _restart_forecasts(self, local_batches: LocalBatches) -> None:
+        """Let the memory forecast use only readings of the present use of memory, if it is new."""
+        engine = self._engine_holder.engine
+        if self._memory_use.has_changed(self.replay.planner.configuration, local_batches):
+            engine.watch.restart_forecasts(
+                after_step=engine.global_steps, use=self._memory_use.present
+            )
 
     def _attempt(self, window: Window, num_micro_batches: int) -> LossSums:
         began = perf_counter()
@@ -279,3 +301,42 @@ class WindowRunner:
         self._engine_holder.commit_window(skipped=result.skipped)
         if result.weight != result.samples:
             self.exponent = weight_exponent(result.weight, result.samples)
+
+
+class _MemoryUse:
+    """Tells whether windows use memory differently than the windows before.
+
+    Attributes:
+        num_replays: Attempts so far that ran out of memory. After each, the micro-batches or the
+            memory savings differ.
+        num_windows: Windows with the present use of memory.
+        present: Identifies the present use; None before the first window.
+    """
+
+    # A script that chooses the micro-batches of each batch changes them again after at most so many
+    # windows, so often. They are then one use. The tuner's changes last longer.
+    SHORT_WINDOWS = 2
+    MAX_SHORT = 8
+
+    def __init__(self) -> None:
+        self.num_replays = self.num_windows = 0
+        self.present: Hashable = None
+        self._num_short = 0  # consecutive uses of few windows
+
+    def has_changed(self, configuration: int, local_batches: LocalBatches) -> bool:
+        """Return whether the present use differs from that of the last call.
+
+        Args:
+            configuration: Number of the planner's configuration.
+            local_batches: Of the present window; the requested micro-batches count.
+        """
+        varies = self._num_short >= self.MAX_SHORT
+        micro_batches = None if varies else tuple(local_batches.micro_batch_samples)
+        present, before = (configuration, self.num_replays, micro_batches), self.present
+        if present == before:
+            return False
+        if not varies:
+            is_short = self.num_windows <= self.SHORT_WINDOWS
+            self._num_short = self._num_short + 1 if is_short else 0
+        self.present, self.num_windows = present, 0
+        return before is not None

@@ -9,7 +9,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
-from ...metrics.thresholds import OOM_RISK_HIGH
 from ..common.fail_open import FailOpen
 from .policy.controller import Controller
 from .policy.policy_types import StepTime, SwitchRequest, SwitchResult
@@ -77,7 +76,7 @@ class ControllerRunner:
         """Handle a committed window."""
         self._buffered.append(step)
         now = monotonic()
-        is_urgent = step.replays or step.oom_risk >= OOM_RISK_HIGH
+        is_urgent = step.replays or step.is_risky
         if self._accepts_batches and not is_urgent and now < self._next_poll:
             return
         if now >= self._next_poll:

@@ -17,15 +17,14 @@ from .policy.decision_messages import (
     format_symptom,
     format_trial,
 )
-from .policy.diagnose import MEMORY_IDLE
+from .policy.diagnose import MEMORY_IDLE, MEMORY_PRESSURE
 from .policy.policy_types import Configuration, Mode, Numerics, Proposal, State, Symptom, Value
 from .policy.predict import num_micro_batches
-from .policy.proposals import TunerInput
+from .policy.proposals import TunerInput, is_memory_short
 from .policy.trial import Decision
 
 logger = logging.getLogger(__name__)
 
-_NOTHING = "nothing"  # stands for the absence of symptoms
 # Metric values are numbers. A data type is published as its number of bits, "automatic" as 0, and
 # any other text as 1.
 _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
@@ -77,7 +76,7 @@ class DecisionReporter:
         )
 
     def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
-        """Publish the symptoms. Log the first symptom if it is new, and log their absence once.
+        """Publish the symptoms. Log the first one to act on if it is new, and their absence once.
 
         In mode "advise" nothing is logged here, because the log line of an advice has its symptom.
 
@@ -88,19 +87,24 @@ class DecisionReporter:
         self._metrics.set_symptoms(symptoms)
         if self._mode != "auto":
             return
-        problems = [symptom for symptom in symptoms if symptom.name != MEMORY_IDLE]
+        others = [one for one in symptoms if one.name not in (MEMORY_IDLE, MEMORY_PRESSURE)]
+        pressure = next((one for one in symptoms if one.name == MEMORY_PRESSURE), None)
         over = "" if seconds is None else f" (measured over {seconds:.0f} s of training)"
-        if not problems and seconds is not None and _NOTHING not in self._logged:
-            self._logged.add(_NOTHING)
-            logger.info("step %d: tuner: nothing holds this run back%s", self._step(), over)
-        elif problems and symptoms[0].name not in self._logged:
-            self._logged.add(symptoms[0].name)
-            logger.info(
-                "step %d: %s%s: searching for a change",
-                self._step(),
-                format_symptom(symptoms[0]),
-                over,
-            )
+        is_short = is_memory_short(symptoms)
+        if pressure is not None:
+            tried = "nothing is tried" if is_short else "no change that needs memory is tried"
+            self._log_once(tried, f"{format_symptom(pressure)}: {tried}")
+        if others and not is_short:
+            which = "" if pressure is None else " that needs no memory"
+            found = f"{format_symptom(others[0])}{over}: searching for a change{which}"
+            self._log_once(others[0].name, found)
+        elif pressure is None and not others and seconds is not None:
+            self._log_once("nothing", f"tuner: nothing holds this run back{over}")
+
+    def _log_once(self, key: str, message: str) -> None:
+        if key not in self._logged:
+            self._logged.add(key)
+            logger.info("step %d: %s", self._step(), message)
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         """Log the start of a trial."""

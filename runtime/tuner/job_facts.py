@@ -21,8 +21,13 @@ MAX_NAMED = 3  # modules named in a warning
 _EXPERTS = re.compile(r"MoE|MOE|Moe(?![a-z])|Experts|TopKGate|SwitchTransformers")
 
 
-def job_facts(engine: Any) -> JobFacts:
-    """Return the properties of an engine whose ranks share only data and training state."""
+def job_facts(engine: Any, *, loss_decomposable: bool = True) -> JobFacts:
+    """Return the properties of an engine whose ranks share only data and training state.
+
+    Args:
+        engine: The engine.
+        loss_decomposable: As in `ModelTraits`.
+    """
     parameters = list(engine.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradient_width = int(engine.communication_data_type.itemsize)
@@ -31,11 +36,12 @@ def job_facts(engine: Any) -> JobFacts:
         world_size=dist.get_world_size(engine.seq_data_parallel_group),
         backend=backend_name(),
         gradient_bytes=gradient_width * sum(map(_num_elements, trained)),
-        parameter_bytes=parameter_width * sum(map(_num_elements, trained)),
+        parameter_bytes=sum(map(_num_bytes, trained)),
+        gathered_bytes=sum(map(_num_bytes, parameters)),
         gradient_width=gradient_width,
         parameter_width=parameter_width,
-        num_tensors=len(trained),
-        traits=model_traits(engine.module),
+        num_tensors=len(parameters),
+        traits=model_traits(engine.module, loss_decomposable=loss_decomposable),
     )
 
 
@@ -75,6 +81,10 @@ def warn_of_batch_statistics(model: torch.nn.Module) -> None:
 def _num_elements(parameter: Any) -> int:
     """Return the elements of a whole parameter, also where ZeRO 3 has partitioned it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _num_bytes(parameter: Any) -> int:
+    return _num_elements(parameter) * int(parameter.element_size())
 
 
 def _is_batch_norm(module: torch.nn.Module) -> bool:

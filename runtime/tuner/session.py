@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+from deepspeed.accelerator import get_accelerator
+
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
+from ..common import accelerator
+from ..common.ds_config import MICRO_BATCH, zero_stage
 from ..common.host_group import HostGroup
 from ..common.own_files import is_foreign_folder
+from ..engine.rebuild.preconditions import zero_block
 from ..trainer.data.training_data import TrainingData
 from ..trainer.engine_holder import EngineHolder
 from ..trainer.window.step_result import StepResult
@@ -26,7 +31,7 @@ from .knobs.run_knobs import RunKnobs
 from .policy.controller import Controller
 from .policy.controller_interface import TunerOptions
 from .policy.diagnose import Thresholds
-from .policy.history_file import HistoryFile, job_fingerprint
+from .policy.history_file import HistoryEntry, HistoryFile, job_fingerprint
 from .policy.metrics_delta import CPU
 from .policy.policy_types import Numerics, StepTime, SwitchRequest
 from .policy.search_history import SearchHistory
@@ -34,7 +39,9 @@ from .transaction import switch_all_ranks
 
 logger = logging.getLogger(__name__)
 
-STALE_SECONDS = 30.0  # an OOM risk that is not updated for this long counts as 0
+# Keys of a ds config that set the size of a batch or of its parts.
+_BATCH_KEYS = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
+STALE_SECONDS = 30.0  # an OOM risk that is not updated for this long is unknown
 
 
 class TunerSession(Protocol):
@@ -99,6 +106,7 @@ class ActiveTunerSession:
         host_group: Broadcasts rank 0's switch requests.
         data: Training data, whose batch size and load balance are knobs.
         settings: The run's settings, of which `tuner` configures the session.
+        loss_decomposable: Whether the loss of a batch is the weighted mean of its parts' losses.
 
     Attributes:
         numerics: Strictness of numerics that the user allows.
@@ -111,13 +119,14 @@ class ActiveTunerSession:
         host_group: HostGroup,
         data: TrainingData,
         settings: Settings,
+        loss_decomposable: bool = True,
     ) -> None:
         self.numerics = Numerics.of_setting(settings.tuner.numerics)
         self._engine_holder, self._window_runner = engine_holder, window_runner
         self._host_group, self._settings, self._data = host_group, settings, data
         self._watch = engine_holder.engine.watch
         self._knobs = RunKnobs(engine_holder, window_runner, host_group, data)
-        self._facts = job_facts(engine_holder.engine)
+        self._facts = job_facts(engine_holder.engine, loss_decomposable=loss_decomposable)
         self._runner: ControllerRunner | None = None  # stays None on all ranks but rank 0
         self._create_runner = self._watch.fail_open.wrap("tuner", self._new_runner)
         self._oom_risk = ReportedOomRisk()
@@ -125,6 +134,8 @@ class ActiveTunerSession:
         self._is_in_window = False  # still True at the start of a window if the last one failed
         window_runner.tuner_status_source = self._status
         self._watch.subscribe_internal(self._on_record)
+        # A script may end without a call of `close`. The decision is written before the watch ends.
+        self._watch.on_good_end.append(self._end_trial)
 
     @property
     def is_on_trial(self) -> bool:
@@ -159,7 +170,7 @@ class ActiveTunerSession:
                 and not result.replays
                 and not result.skipped
                 and self._data.has_requested_batch,
-                oom_risk=max(each.oom_risk for each in opened.tuner_statuses),
+                oom_risk=_highest_risk(opened.tuner_statuses),
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
@@ -191,19 +202,24 @@ class ActiveTunerSession:
 
     def close(self) -> None:
         """Release the knobs. Safe to call twice."""
+        self._end_trial()
+        self._window_runner.tuner_status_source = no_tuner_status
+        self._knobs.close()
+
+    def _end_trial(self) -> None:
+        """Record that the run ends normally, and write its last decision. Safe to call twice."""
         # If a window or a rebuild failed, the trial may have ended the run: it counts as crashed.
         has_failed = self._is_in_window or not self._engine_holder.has_engine
         if self._runner is not None and not has_failed:
             self._runner.close()
-        self._window_runner.tuner_status_source = no_tuner_status
-        self._knobs.close()
 
     def _status(self) -> TunerStatus:
         """Return the status that this rank sends to all ranks at the start of a window."""
         runner, step = self._runner, self._engine_holder.engine.global_steps
+        risk = self._oom_risk.current(now=step, seconds=perf_counter())
         return TunerStatus(
             exchanges_switch_request=runner is not None and runner.needs_exchange,
-            oom_risk=self._oom_risk.current(now=step, seconds=perf_counter()),
+            oom_risk=math.nan if risk is None else risk,
             is_on_trial=runner is not None and runner.is_on_trial,
         )
 
@@ -231,13 +247,16 @@ class ActiveTunerSession:
 
     def _new_runner(self) -> ControllerRunner:
         settings = self._settings.tuner
-        history = open_history(self._engine_holder.engine, self._settings, self._facts.world_size)
+        holder = self._engine_holder
+        history = open_history(holder.engine, self._settings, self._facts.world_size, holder.config)
+        entries = history.load()
         reporter = self._watch.advisor.transfer_reporter(settings.mode)
         if settings.mode == "auto":
             reporter.on_start(
                 numerics=self.numerics,
                 interval_seconds=settings.diagnosis_interval_seconds,
             )
+            _log_excluded(entries)
         controller = Controller(
             self._knobs,
             self._watch,
@@ -250,19 +269,22 @@ class ActiveTunerSession:
                 exploration_ratio=settings.exploration_ratio,
                 diagnosis_interval_seconds=settings.diagnosis_interval_seconds,
                 cooldown_steps=settings.cooldown_steps,
+                exchange_seconds=self._settings.cross_rank.interval_seconds,
                 total_steps=settings.total_steps,
                 thresholds=Thresholds.of_settings(self._settings),
             ),
             reporter,
-            SearchHistory(history.load(), history.load_crashed_trials(), history),
+            SearchHistory(entries, history.load_crashed_trials(), history),
         )
         stop_file = StopFile(settings.stop_file, self._watch)
         return ControllerRunner(controller, self._watch.fail_open, stop_file)
 
     def _on_record(self, record: StepRecord) -> None:
         """Update this rank's OOM risk, on the watch thread."""
-        risk = max(record.oom_risk_ratio.values(), default=0.0)
-        self._knobs.host_oom_risk = record.oom_risk_ratio.get(CPU, 0.0)
+        risk = max(record.oom_risk_ratio.values(), default=None)
+        # A risk of the host that has become unknown is assumed to be as before.
+        host_risk = record.oom_risk_ratio.get(CPU, self._knobs.host_oom_risk)
+        self._knobs.host_oom_risk = host_risk
         self._oom_risk.update(step=record.step, risk=risk, seconds=perf_counter())
 
 
@@ -270,15 +292,16 @@ class ReportedOomRisk:
     """Holds this rank's latest OOM risk. The watch thread updates the risk."""
 
     def __init__(self) -> None:
-        self._step, self._risk, self._updated_at = 0, 0.0, 0.0
+        self._step, self._updated_at = 0, 0.0
+        self._risk: float | None = None
         self._invalid_until = -1
 
-    def update(self, *, step: int, risk: float, seconds: float = 0.0) -> None:
+    def update(self, *, step: int, risk: float | None, seconds: float = 0.0) -> None:
         """Set the risk of a step. Steps up to the last invalidation are ignored.
 
         Args:
             step: Number of the step.
-            risk: From 0 to 1.
+            risk: From 0 to 1; None if unknown.
             seconds: Present time of a monotonic clock.
         """
         if step > self._invalid_until:
@@ -286,39 +309,94 @@ class ReportedOomRisk:
 
     def invalidate(self, *, now: int) -> None:
         """Forget the risk, because memory is used differently after step `now`."""
-        self._invalid_until, self._risk = now, 0.0
+        self._invalid_until, self._risk = now, None
 
-    def current(self, *, now: int, seconds: float) -> float:
-        """Return the risk after step `now`, or 0 if the risk is no longer updated.
+    def current(self, *, now: int, seconds: float) -> float | None:
+        """Return the risk after step `now`; None if it is unknown or no longer updated.
 
         Args:
             now: Number of the last step.
             seconds: Present time of a monotonic clock.
         """
         is_stale = now - self._step > 1 and seconds - self._updated_at > STALE_SECONDS
-        return 0.0 if is_stale else self._risk
+        return None if is_stale else self._risk
 
 
-def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFile:
+def _highest_risk(statuses: Sequence[TunerStatus]) -> float | None:
+    """Return the highest known OOM risk of any rank; None if no rank's is known."""
+    return max((each.oom_risk for each in statuses if each.oom_risk >= 0), default=None)
+
+
+def open_history(
+    engine: Any, settings: Settings, world_size: int, config: Mapping[str, Any]
+) -> HistoryFile:
     """Return the history of the job that a DeepSpeed engine runs on `world_size` ranks.
 
     The job's fingerprint covers all facts that a later run must share if the verdicts are to hold.
+
+    Args:
+        engine: The engine.
+        settings: The run's settings.
+        world_size: Data-parallel ranks.
+        config: The ds config, as long as the tuner has changed nothing.
     """
     named = engine.module.named_parameters()
     key = job_fingerprint(
         {
             "parameters": [
-                (name, list(getattr(each, "ds_shape", each.shape))) for name, each in named
+                (
+                    name,
+                    list(getattr(each, "ds_shape", each.shape)),
+                    str(each.dtype),
+                    each.requires_grad,
+                )
+                for name, each in named
             ],
+            "layout": _layout(config),
+            "batch": {name: config.get(name) for name in _BATCH_KEYS},
             "optimizer": type(engine.basic_optimizer).__name__,
             "world_size": world_size,
-            "device": engine.device.type,
+            "device": _device(engine.device),
+            "memory_budget": settings.memory.device_limit_bytes,
             "versions": [version(name) for name in ("torch", "deepspeed", "zerowatch")],
             "numerics": settings.tuner.numerics,
             "rebuild": settings.tuner.rebuild,
         }
     )
     return HistoryFile(_history_folder(settings), key)
+
+
+def _layout(config: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return what a ds config says of the layout of the training state."""
+    zero = zero_block(config)
+    offloads = {name: zero.get(name) for name in ("offload_optimizer", "offload_param")}
+    devices = {
+        name: each.get("device") if isinstance(each, Mapping) else each
+        for name, each in offloads.items()
+    }
+    return {"stage": zero_stage(config), **devices}
+
+
+def _device(device: Any) -> Sequence[object]:
+    """Return the kind of a device, and the name and the bytes of an accelerator."""
+    if device.type == "cpu":
+        return [device.type]
+    current = get_accelerator()
+    index = current.current_device()
+    name = accelerator.current.device_name(index) if accelerator.current.is_available() else ""
+    return [device.type, name, current.total_memory(index)]
+
+
+def _log_excluded(entries: Mapping[str, HistoryEntry]) -> None:
+    """Log which values this run may not try because earlier runs of the job have rejected them."""
+    excluded = sorted(
+        {f"{knob}={value}" for each in entries.values() for knob, value in each.excluded}
+    )
+    if excluded:
+        logger.info(
+            "tuner: excluded in some conditions by earlier runs of this job: %s",
+            ", ".join(excluded),
+        )
 
 
 def _history_folder(settings: Settings) -> Path | None:
@@ -341,6 +419,8 @@ def create_tuner_session(
     window_runner: WindowRunner,
     host_group: HostGroup,
     data: TrainingData,
+    *,
+    loss_decomposable: bool = True,
 ) -> TunerSession:
     """Return the session that the settings ask for: active on all ranks or on none."""
     watch = engine_holder.engine.watch
@@ -354,6 +434,7 @@ def create_tuner_session(
             host_group,
             data,
             watch.settings,
+            loss_decomposable,
         )
     numerics = host_group.all_gather([-1 if session is None else session.numerics])
     if session is None:

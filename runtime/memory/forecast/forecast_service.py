@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ....metrics.catalog import memory
 from ....metrics.recorder import Recorder
@@ -40,6 +41,19 @@ REARM_RISK = 0.3
 # and continue with batches that are as large.
 BATCH_ALARM_SECONDS = 60.0
 LAST_PEAKS = 20
+# A job may alternate between several uses of memory, as in a trial of the tuner. The readings of
+# this many uses are kept, each until the use has been left for this many steps.
+MAX_USES = 8
+KEPT_STEPS = 200
+MAX_CHANGES = 256  # changes of use since the last reading
+_GAUGES = (
+    memory.MEMORY_PREDICTED_PEAK,
+    memory.MEMORY_PREDICTION_ERROR,
+    memory.MEMORY_HEADROOM,
+    memory.OOM_RISK,
+    memory.OOM_ETA_STEPS,
+    memory.OOM_NEXT_BATCH_RISK,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +66,36 @@ class ForecastState:
     last: Mapping[str, Sequence[tuple[PeakPoint, PeakPrediction]]]
 
 
-class MemoryForecasts:
-    """Keeps one forecaster per device, publishes its forecasts, and warns of high risks.
-
-    `assess_batch` runs on the training thread, everything else on the watch thread.
+@dataclass(slots=True)
+class _MemoryUse:
+    """The steps that use memory in one way, such as with one size of micro-batches.
 
     Attributes:
-        risks: The current risk by device.
+        forecasters: Their forecasters, by device.
+        forecasts: Their last forecasts, by device.
+        risks: Their last risks, by device.
+        last_step: Their last step that was read.
+    """
+
+    forecasters: dict[str, Forecaster] = field(default_factory=dict)
+    forecasts: Mapping[str, MemoryForecast] = field(default_factory=dict)
+    risks: Mapping[str, float] = field(default_factory=dict)
+    last_step: int = 0
+
+    def successor(self) -> _MemoryUse:
+        """Return a use that has no readings yet."""
+        return _MemoryUse({device: each.successor() for device, each in self.forecasters.items()})
+
+
+class MemoryForecasts:
+    """Keeps a forecaster of each device, publishes its forecasts, and warns of high risks.
+
+    Each use of memory has its own forecasters. See `restart`.
+
+    `assess_batch` and `restart` run on the training thread, everything else on the watch thread.
+
+    Attributes:
+        risks: The current risk by device. A device is missing while its risk is unknown.
         forecasts: The current forecast by device. The mapping is replaced as a whole, so any thread
             may read it.
         alarm_steps: The first step of the current alarm by device, or None without an alarm.
@@ -73,7 +110,11 @@ class MemoryForecasts:
         self.forecasts: Mapping[str, MemoryForecast] = {}
         self.alarm_steps: dict[str, int | None] = {}
         self._recorder = recorder
-        self._forecasters: dict[str, Forecaster] = {}
+        self._use_read = _MemoryUse()  # of the last reading
+        self._uses: dict[Hashable, _MemoryUse] = {None: self._use_read}
+        # The changes of use that no reading has followed yet: the last step before, and the use.
+        self._changes: deque[tuple[int, Hashable]] = deque(maxlen=MAX_CHANGES)
+        self._use_wanted: Hashable = None  # of the next step
         self._last: dict[str, deque[tuple[PeakPoint, PeakPrediction]]] = {}
         self._updated_at, self._pause_seconds = -math.inf, 0.0
         self._stale = False
@@ -82,13 +123,22 @@ class MemoryForecasts:
         self.are_very_far = False
         self._max_batch_risks: dict[str, float] = {}
         self._batch_alarm_due = 0.0
+        self._published: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        self._is_unknown = False  # since a restart
 
     def add(self, points: Mapping[str, PeakPoint]) -> None:
         """Add the readings at the end of a step, by device."""
+        if not points:
+            return
+        step = max(point.step for point in points.values())
+        self._enter_use_of(step)
+        use = self._use_read
+        use.last_step = step
         for device, point in points.items():
-            self._forecasters.setdefault(device, Forecaster()).add(point)
+            use.forecasters.setdefault(device, Forecaster()).add(point)
             last = self._last.setdefault(device, deque(maxlen=LAST_PEAKS))
-            last.append((point, self._prediction_of(device, point)))
+            last.append((point, _prediction(use, device, point)))
             self._stale = True
             left_bytes = point.limit_bytes - point.peak_bytes - point.fragmented_bytes
             if left_bytes < VERY_FAR_RATIO * point.limit_bytes:
@@ -97,10 +147,32 @@ class MemoryForecasts:
 
     def reset(self) -> None:
         """Discard all readings, because a new engine needs another amount of memory."""
-        self._forecasters.clear()
-        self.forecasts, self.risks = {}, {}
-        self.known_risks, self.are_very_far = {}, False
+        with self._lock:
+            self._use_read = _MemoryUse()
+            self._uses = {} if self._changes else {self._use_wanted: self._use_read}
+            self._show(None)
+        self._stale = True  # the metrics of the old engine are removed
         self._pause_seconds = 0.0
+
+    def restart(self, *, after_step: int, use: Hashable) -> None:
+        """Forecast from the readings of one use of memory only, from the next step on.
+
+        Another micro-batch or memory saving is another use. Its risks are unknown until there are
+        enough readings. A use that was left a short time ago keeps its readings.
+
+        Args:
+            after_step: The last step before the change.
+            use: Identifies the use.
+        """
+        with self._lock:
+            if self._changes and after_step < self._changes[-1][0]:
+                self._changes.clear()  # a checkpoint was loaded
+            self._changes.append((after_step, use))
+            self._use_wanted = use
+            self._show(self._recent_use(use, after_step))
+            self._max_batch_risks = {}
+            self._stale, self._pause_seconds = True, 0.0
+            self._is_unknown = not self.forecasts
 
     def state(self) -> ForecastState:
         """Return what a report on an error needs, as plain values."""
@@ -170,48 +242,74 @@ class MemoryForecasts:
             return
         self._stale = False
         let_training_run()
-        forecasts = {device: each.forecast() for device, each in self._forecasters.items()}
-        self.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
-        self.risks = {device: self._risk(device, each) for device, each in self.forecasts.items()}
-        self.are_very_far = _are_very_far(self.forecasts)
-        pauses = map(_pause_seconds, self.forecasts.values())
-        self._updated_at, self._pause_seconds = now, min(pauses, default=FAR_SECONDS)
+        use = self._use_read
+        forecasts = {device: each.forecast() for device, each in use.forecasters.items()}
+        use.forecasts = {device: forecast for device, forecast in forecasts.items() if forecast}
+        use.risks = {device: self._risk(device, each) for device, each in use.forecasts.items()}
+        with self._lock:
+            if self._changes:  # the last readings may be of another use than the next steps
+                self._show(self._recent_use(self._use_wanted, self._changes[-1][0]))
+            else:
+                self._show(use)
+            known, risks = self.forecasts, self.risks
+            self._is_unknown = self._is_unknown and not known
+            pause = 0.0 if self._is_unknown else FAR_SECONDS
+            pauses = map(_pause_seconds, known.values())
+            self._updated_at, self._pause_seconds = now, min(pauses, default=pause)
         let_training_run()
         batch_risks = self.take_batch_risks()
         with self._recorder.commit():
-            for device, forecast in self.forecasts.items():
-                self._publish(device, forecast)
+            for device in self._published - known.keys():
+                self._remove(device)
+            self._published = frozenset(known)
+            for device, forecast in known.items():
+                self._publish(device, forecast, risks[device])
                 self._recorder.set(memory.OOM_NEXT_BATCH_RISK, batch_risks.get(device, 0.0), device)
-        for device, forecast in self.forecasts.items():
-            self._warn(device, forecast)
+        for device, forecast in known.items():
+            self._warn(device, forecast, risks[device])
 
-    def _prediction_of(self, device: str, point: PeakPoint) -> PeakPrediction:
-        """Return the prediction for a reading, made by the forecast before this reading."""
-        predictions = [self.predict_peak(device, shape) for shape in point.shapes]
-        known = [predicted for predicted in predictions if predicted is not None]
-        return PeakPrediction(
-            step=point.step,
-            predicted_bytes=max(known, default=None),
-            risk_ratio=self.risks.get(device),
-        )
+    def _enter_use_of(self, step: int) -> None:
+        """Let the readings of a step be added to its use of memory."""
+        with self._lock:
+            while self._changes and step > self._changes[0][0]:
+                after_step, key = self._changes.popleft()
+                use = self._recent_use(key, after_step) or self._use_read.successor()
+                self._uses.pop(key, None)
+                self._uses[key] = self._use_read = use  # the last one entered is dropped last
+                for dropped in list(self._uses)[:-MAX_USES]:
+                    del self._uses[dropped]
+
+    def _recent_use(self, key: Hashable, step: int) -> _MemoryUse | None:
+        """Return a use whose readings are still of value after a step; None if there is none."""
+        use = self._uses.get(key)
+        return use if use is not None and 0 <= step - use.last_step <= KEPT_STEPS else None
+
+    def _show(self, use: _MemoryUse | None) -> None:
+        """Make the forecasts of a use the current ones; without a use there are none."""
+        self.forecasts, self.risks = ({}, {}) if use is None else (use.forecasts, use.risks)
+        self.known_risks, self.are_very_far = {}, _are_very_far(self.forecasts)
 
     def _risk(self, device: str, forecast: MemoryForecast) -> float:
         """Return the risk. It is 1 if memory already exceeds the limit, as it can with a budget."""
         last, _ = self._last[device][-1]
         return 1.0 if last.peak_bytes > last.limit_bytes else forecast.risk_ratio
 
-    def _publish(self, device: str, forecast: MemoryForecast) -> None:
+    def _publish(self, device: str, forecast: MemoryForecast, risk: float) -> None:
         recorder = self._recorder
         recorder.set(memory.MEMORY_PREDICTED_PEAK, forecast.predicted_peak_bytes, device)
         recorder.set(memory.MEMORY_PREDICTION_ERROR, forecast.error_ratio, device)
-        recorder.set(memory.OOM_RISK, self.risks[device], device)
+        recorder.set(memory.OOM_RISK, risk, device)
         recorder.set(memory.OOM_ETA_STEPS, forecast.eta_steps, device)
         if math.isfinite(forecast.headroom_bytes):
             recorder.set(memory.MEMORY_HEADROOM, forecast.headroom_bytes, device)
 
-    def _warn(self, device: str, forecast: MemoryForecast) -> None:
+    def _remove(self, device: str) -> None:
+        """Remove the metrics of a device whose risk has become unknown."""
+        for gauge in _GAUGES:
+            self._recorder.remove(gauge, device)
+
+    def _warn(self, device: str, forecast: MemoryForecast, risk: float) -> None:
         """Log once that memory is likely to run out, until the risk has been low again."""
-        risk = self.risks[device]
         if risk < REARM_RISK:
             self.alarm_steps[device] = None
         elif risk >= OOM_RISK_HIGH and self.alarm_steps.get(device) is None:
@@ -248,6 +346,17 @@ class MemoryForecasts:
             format_bytes(forecast.predict_peak(shape)),
             format_bytes(forecast.limit_bytes),
         )
+
+
+def _prediction(use: _MemoryUse, device: str, point: PeakPoint) -> PeakPrediction:
+    """Return the prediction for a reading, made by the last forecast before this reading."""
+    forecast = use.forecasts.get(device)
+    predictions = [] if forecast is None else [forecast.predict_peak(each) for each in point.shapes]
+    return PeakPrediction(
+        step=point.step,
+        predicted_bytes=max(predictions, default=None),
+        risk_ratio=use.risks.get(device),
+    )
 
 
 def _pause_seconds(forecast: MemoryForecast) -> float:

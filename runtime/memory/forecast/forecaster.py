@@ -176,6 +176,16 @@ class Forecaster:
             return None
         return self._forecast(self._model, self._errors)
 
+    def successor(self) -> Forecaster:
+        """Return a forecaster without readings, for steps that use memory differently.
+
+        The micro-batches before would otherwise be expected to come again. The limit stays.
+        """
+        new = Forecaster()
+        new._warm_up = self._warm_up
+        new._reservable, new._since_retry = self._reservable, self._since_retry
+        return new
+
     def _update_reservable(self, point: PeakPoint) -> None:
         """After an allocator retry, use the reserved bytes as the limit, even if higher."""
         self._since_retry += 1

@@ -37,11 +37,14 @@ class MicroBatchPlanner:
     Attributes:
         limits: Sizes known to fit or to fail, by length.
         guard_schedule: When the guard is armed.
+        configuration: Number of the configuration in use, apart from the size of micro-batches. A
+            change in memory use makes a new number. A change back may restore the number.
     """
 
     def __init__(self) -> None:
         self.limits = MicroBatchLimits()
         self.guard_schedule = GuardSchedule()
+        self.configuration = self._last_configuration = 0
         self._largest_requested = 0
 
     def begin_window(self, local_batches: LocalBatches, *, guard_requested: bool) -> bool:
@@ -83,6 +86,8 @@ class MicroBatchPlanner:
 
     def invalidate(self) -> None:
         """Forget which sizes fit or fail, but keep the bounds, after a change in memory use."""
+        self._last_configuration += 1
+        self.configuration = self._last_configuration
         self.limits = self.limits.invalidated()
         self.guard_schedule = self.guard_schedule.after_change()
 
@@ -231,11 +236,13 @@ class PeakSample:
         samples: Samples of the step's largest micro-batch.
         length: Sequence length of that micro-batch.
         peak_bytes: Highest memory use in the step.
+        configuration: Number of the planner's configuration in the step.
     """
 
     samples: int
     length: int
     peak_bytes: float
+    configuration: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +265,9 @@ class PeakHistory:
         self._watch, self._device = watch, device
         self._peaks: deque[PeakSample] = deque(maxlen=MAX_PEAKS)
         self._limit_bytes: float | None = None
+        self._last_step = self._configuration = 0
+        # The configurations of recent windows, each with the step of its first window.
+        self._configurations: deque[tuple[int, int]] = deque([(0, 0)], maxlen=MAX_PEAKS)
         self._lock = threading.Lock()
         watch.subscribe_internal(self._record)
 
@@ -268,6 +278,18 @@ class PeakHistory:
             return False
         headroom = self._limit_bytes - self._peaks[-1].peak_bytes
         return needs_guard(headroom_bytes=headroom, limit_bytes=self._limit_bytes)
+
+    def on_window_start(self, *, step: int, configuration: int) -> None:
+        """Record the configuration that the window of a step uses, before its peak is recorded.
+
+        Peaks are recorded later than their steps.
+        """
+        if configuration != self._configuration or step <= self._last_step:
+            with self._lock:
+                if step < self._last_step:  # a checkpoint was loaded
+                    self._configurations.clear()
+                self._configurations.append((step, configuration))
+        self._last_step, self._configuration = step, configuration
 
     def measured(self) -> MemoryMeasurements:
         """Return the peaks of the last steps, and the limit as it is now."""
@@ -285,7 +307,18 @@ class PeakHistory:
         self._limit_bytes = states.get("limit", self._limit_bytes)
         samples, length = max(record.micro_batch_shapes, key=lambda shape: shape[0] * shape[1])
         with self._lock:
-            self._peaks.append(PeakSample(samples=samples, length=length, peak_bytes=peak_bytes))
+            configuration = next(
+                (each for first, each in reversed(self._configurations) if first <= record.step),
+                self._configurations[0][1],
+            )
+            self._peaks.append(
+                PeakSample(
+                    samples=samples,
+                    length=length,
+                    peak_bytes=peak_bytes,
+                    configuration=configuration,
+                )
+            )
 
 
 def size_after_oom(

@@ -21,7 +21,7 @@ class TunerStatus(NamedTuple):
     Attributes:
         exchanges_switch_request: Whether the ranks exchange the tuner's switch request after this
             window; the value of rank 0 decides.
-        oom_risk: Probability, from 0 to 1, that this rank runs out of memory soon.
+        oom_risk: Probability, from 0 to 1, that this rank runs out of memory soon; nan if unknown.
         is_on_trial: Whether the window runs with a configuration on trial; the value of rank 0
             decides.
     """

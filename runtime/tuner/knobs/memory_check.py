@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.format_numbers import format_bytes
@@ -22,11 +23,32 @@ USED_RATIO = 0.92
 _RECENT_PEAKS = 20
 
 
+def peaks_of(
+    measured: MemoryMeasurements, configuration: int, *, samples: int | None = None
+) -> MemoryMeasurements:
+    """Return the measurements with the peaks of one configuration only.
+
+    A trial alternates between two configurations. The peaks of the new one contain the memory that
+    the change needs, and a check would count it again.
+
+    Args:
+        measured: Memory peaks of this rank, and its limit.
+        configuration: Number of the planner's configuration.
+        samples: Samples of the largest micro-batch whose peaks count; None for any.
+    """
+    peaks = [
+        each
+        for each in measured.peaks
+        if each.configuration == configuration and (samples is None or each.samples <= samples)
+    ]
+    return replace(measured, peaks=peaks)
+
+
 def exceeds_free(measured: MemoryMeasurements, *, extra_bytes: int, length: int) -> str | None:
     """Return a reason if a change needs more than the highest recent peak leaves free; else None.
 
     Args:
-        measured: Memory peaks of this rank, and its limit.
+        measured: Memory peaks of the configuration in use on this rank, and the rank's limit.
         extra_bytes: Bytes that the change needs.
         length: Length of the longest batch so far.
     """
@@ -46,7 +68,8 @@ def exceeds_fit(
     """Return a reason if peaks show that micro-batches of this size do not fit; else None.
 
     Args:
-        measured: Memory peaks of this rank, and its limit.
+        measured: Memory peaks of the configuration in use on this rank, with micro-batches of any
+            size, and the rank's limit.
         samples: Samples of a micro-batch on this rank.
         extra_bytes: Bytes that the change needs apart from the micro-batch.
         length: Length of the longest batch so far.

@@ -42,10 +42,11 @@ from .engine_knobs import (
 )
 from .knob import KnobSet, ReadableKnob, WritableKnob
 from .layout_knobs import ZeroLayouts, layout_knobs
-from .memory_check import exceeds_fit, exceeds_free, exceeds_host
+from .memory_check import exceeds_fit, exceeds_free, exceeds_host, peaks_of
 
 Knob = TypeVar("Knob", bound=WritableKnob)
 ApplyChange = Callable[[], Undo]  # makes a change, and returns its undo
+Plan = tuple[MicroBatchLimits, GuardSchedule, int]
 
 
 class RunKnobs:
@@ -252,15 +253,16 @@ class RunKnobs:
         measured = self._window_runner.peak_history.measured()
         longest = planner.guard_schedule.longest
         extra_bytes = layout_bytes + self._knobs.memory_bytes(target)
-        reason = exceeds_free(measured, extra_bytes=extra_bytes, length=longest)
-        local_batch = largest_local_batch(self._window_runner)
         now = self._window_runner.micro_batch_samples
+        in_use = peaks_of(measured, planner.configuration, samples=now)
+        reason = exceeds_free(in_use, extra_bytes=extra_bytes, length=longest)
+        local_batch = largest_local_batch(self._window_runner)
         wanted = target.get(MICRO_BATCH_SAMPLES.name, now)
         samples = wanted if isinstance(wanted, int) else now
         if reason is not None or min(samples, local_batch) <= min(now, local_batch):
             return reason
         return exceeds_fit(
-            measured,
+            peaks_of(measured, planner.configuration),
             samples=min(samples, local_batch),
             extra_bytes=extra_bytes,
             length=longest,
@@ -269,7 +271,10 @@ class RunKnobs:
 
 
 class PlanCache:
-    """Keeps the micro-batch limits of each configuration; they are the same on all ranks.
+    """Keeps the micro-batch plan of each configuration; it is the same on all ranks.
+
+    A plan has the limits of micro-batches, the schedule of the guard, and the configuration's
+    number, to which memory peaks belong.
 
     A trial alternates between configurations. If each switch invalidated the limits, collectives
     would be guarded in every block, and the guard's cost would be measured.
@@ -282,25 +287,25 @@ class PlanCache:
 
     def __init__(self, replay: OomReplay) -> None:
         self._replay = replay
-        self._plans: dict[tuple[object, ...], tuple[MicroBatchLimits, GuardSchedule]] = {}
+        self._plans: dict[tuple[object, ...], Plan] = {}
 
     def switch(self, before: Configuration, now: Configuration) -> Undo:
-        """Replace the limits of one configuration by those of another."""
+        """Replace the plan of one configuration by that of another."""
         planner = self._replay.planner
-        plan = planner.limits, planner.guard_schedule
+        plan = planner.limits, planner.guard_schedule, planner.configuration
         left, entered = _plan_key(before), _plan_key(now)
         if left != entered:
             self._plans.pop(left, None)  # the last one left is dropped last
             self._plans[left] = plan
             if entered in self._plans:
-                planner.limits, planner.guard_schedule = self._plans[entered]
+                planner.limits, planner.guard_schedule, planner.configuration = self._plans[entered]
             else:
                 planner.invalidate()
             for key in list(self._plans)[: -self.MAX_CONFIGURATIONS]:
                 del self._plans[key]
 
         def undo() -> None:
-            planner.limits, planner.guard_schedule = plan
+            planner.limits, planner.guard_schedule, planner.configuration = plan
 
         return undo
 

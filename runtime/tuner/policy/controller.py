@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
-from ....metrics.thresholds import OOM_RISK_HIGH
 from .configuration_state import ConfigurationState, PendingAccept
 from .controller_interface import WARMUP_STEPS, TunerListener, TunerOptions
-from .diagnose import MEMORY_PRESSURE, exposed_ratio
+from .diagnose import exposed_ratio
 from .metrics_delta import MetricsDelta
 from .policy_types import (
     Configuration,
@@ -41,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 SETTLE_STEPS = 2  # steps that are not measured after a rollback
 MAX_FAILURES = 2  # number of failed changes after which the tuner enters safe mode
-MEMORY_FREED_STEPS = 5  # steps until the forecast takes freed memory into account
+# Steps until another memory saving is considered. The risk is unknown until the forecast has
+# readings of steps after the last one.
+MEMORY_FREED_STEPS = 5
 
 # The states that may follow each state. An accepted memory saving does not need a trial, so ACCEPT
 # may also follow WARMUP, OBSERVE and COOLDOWN.
@@ -89,7 +90,9 @@ class Controller:
         self._options, self._listener = options, listener
         self._history = history or SearchHistory()
         self._search = TrialSearch(knobs, facts, options, self._history)
-        self._observer = StepTimeObserver(metrics, options.diagnosis_interval_seconds)
+        self._observer = StepTimeObserver(
+            metrics, options.diagnosis_interval_seconds, options.exchange_seconds
+        )
         self._emergency_savings = EmergencySavings(self._search, options)
         self._loss_guard = LossGuard()
         self.configuration = ConfigurationState(knobs, listener)
@@ -238,7 +241,7 @@ class Controller:
         if not self._options.acts:
             for trial in self._search.proposals_to_advise(inputs):
                 self._listener.on_decision(trial.decision("advised", trial.proposal.reason))
-        elif inputs.symptom(MEMORY_PRESSURE) is None:  # EmergencySavings handles memory pressure
+        elif not inputs.is_memory_short:  # otherwise EmergencySavings acts
             self._try_next(inputs, step)
 
     def _try_next(self, inputs: TunerInput, step: StepTime) -> None:
@@ -412,9 +415,10 @@ class Controller:
         saving is applied only if the risk is high again later.
         """
         if self._trial is not None or not self.configuration.is_settled:
+            reason = f"the risk of running out of memory is {step.oom_risk or 0.0:.0%}"
             if self.state in (State.APPLIED, State.TRIAL):  # the change may be the cause
-                self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
-            self._interrupt_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
+                self._abort_trial(reason)
+            self._interrupt_trial(reason)
             return
         decision = self._emergency_savings.find(step, self.configuration.known_good)
         if decision is not None:
@@ -444,7 +448,7 @@ class EmergencySavings:
     def is_due(self, step: StepTime) -> bool:
         """Whether a step shows a high risk of running out of memory, and the tuner may act."""
         self._num_waiting = max(0, self._num_waiting - 1)
-        is_due = self._options.acts and not self._num_waiting and step.oom_risk >= OOM_RISK_HIGH
+        is_due = self._options.acts and not self._num_waiting and step.is_risky
         if is_due:
             self._num_waiting = MEMORY_FREED_STEPS
         return is_due
@@ -460,11 +464,12 @@ class EmergencySavings:
         trial = next(self._search.memory_savings(inputs), None)
         if trial is None:
             logger.warning(
-                "OOM risk is %.0f %%, and no memory saving is left to apply", 100 * step.oom_risk
+                "OOM risk is %.0f %%, and no memory saving is left to apply",
+                100 * (step.oom_risk or 0.0),
             )
             self._num_waiting = self._options.cooldown_steps
             return None
-        reason = f"the risk of running out of memory was {step.oom_risk:.0%}"
+        reason = f"the risk of running out of memory was {step.oom_risk or 0.0:.0%}"
         return trial.decision("accepted", reason)
 
 

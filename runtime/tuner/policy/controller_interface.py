@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ....metrics.settings import TunerSettings
+from ....metrics.settings import CrossRankSettings, TunerSettings
 from .diagnose import Thresholds
 from .policy_types import Configuration, Numerics, Proposal, State, Symptom
 from .trial import Decision
@@ -30,6 +30,7 @@ class TunerOptions:
         cooldown_seconds: Seconds after an accepted change without a trial. The shorter one of
             `cooldown_steps` and `cooldown_seconds` applies.
         diagnosis_interval_seconds: Training time that a diagnosis is made from.
+        exchange_seconds: Time between two comparisons of the ranks.
         total_steps: Steps of the whole training; None if unknown.
         thresholds: Thresholds of the diagnosis.
     """
@@ -42,6 +43,7 @@ class TunerOptions:
     cooldown_steps: int = _DEFAULTS.cooldown_steps
     cooldown_seconds: float = 10.0
     diagnosis_interval_seconds: float = _DEFAULTS.diagnosis_interval_seconds
+    exchange_seconds: float = CrossRankSettings().interval_seconds
     total_steps: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 

@@ -65,6 +65,7 @@ class KnobSpec:
         excluded_by: Values of other knobs with which this knob has no effect, or cannot be on.
         needs_several_buckets: Whether it is useless if one bucket holds all gradients, because this
             bucket is sent only when backward has ended.
+        saving: Direction or values that free memory, if `triggers` has none for memory pressure.
         moves_to_host: Whether it moves state to the host.
         memory_neutral: Whether micro-batches fit as before after a change.
         fully_predicted: Whether it helps against communication only as predicted.
@@ -90,6 +91,7 @@ class KnobSpec:
     brings_zero_stage: int | None = None
     excluded_by: tuple[Configuration, ...] = ()
     needs_several_buckets: bool = False
+    saving: Trigger | None = None
     moves_to_host: bool = False
     memory_neutral: bool = False
     fully_predicted: bool = False
@@ -109,6 +111,15 @@ class KnobSpec:
             "num_parameters": facts.num_parameters,
             "2 x num_parameters": 2 * facts.num_parameters,
         }[self.saturation]
+
+    def needs_memory(self, now: Value, value: Value) -> bool:
+        """Whether a change needs more memory: it is the opposite of one that frees memory."""
+        saving = self.triggers.get("memory_pressure", self.saving)
+        if isinstance(saving, tuple):
+            return now in saving and value not in saving
+        if saving is None or not isinstance(now, int) or not isinstance(value, int):
+            return False
+        return value > now if saving == "down" else value < now
 
     def has_no_effect(self, configuration: Configuration) -> bool:
         """Whether the knob should be off in a configuration."""
@@ -281,6 +292,7 @@ ASYNCHRONOUS_REDUCTION = KnobSpec(
     triggers=_at((True,), *_COMM),
     description="gradients reduced asynchronously during backward",
     advice="run.compress(..., asynchronous={value})",
+    saving=(False,),
     reorders_sums=True,
     needs_several_buckets=True,
     zero_stages=(1, 2),
@@ -303,6 +315,7 @@ GRADIENT_COMPRESSION = KnobSpec(
     triggers=_at(("int8", "fp8", "bf16"), *_BYTES),
     description="data type of gradients on the wire",
     advice="run.compress({value})",
+    saving=(None,),
     fully_predicted=True,
 )
 ZERO_STAGE = KnobSpec(
@@ -354,6 +367,7 @@ BATCH_SAMPLES = KnobSpec(
     triggers=_at("up", *_COMM, "host_bound", "device_idle"),
     ds_key=("train_batch_size",),
     description="samples of the global batch, learning rate scaled with it",
+    saving="down",
     step_factor=2,
     fully_predicted=True,
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
 
+from ....metrics.thresholds import OOM_RISK_HIGH
+
 # A knob's setting; None means "not used", e.g. no gradient compression.
 Value = bool | int | str | None
 # Values by knob name. A complete configuration has every knob of the job.
@@ -91,10 +93,13 @@ class JobFacts:
         world_size: Data-parallel ranks.
         backend: Backend of the gradients' process group: "gloo" or "nccl".
         gradient_bytes: Bytes of all gradients, in the type that DeepSpeed sends them in.
-        parameter_bytes: Bytes of all parameters, in the type that DeepSpeed sends them in.
+        parameter_bytes: Bytes of the trained parameters, in the type that DeepSpeed sends them in.
+            ZeRO 1 and 2 gather them after each step.
+        gathered_bytes: Bytes of all parameters, which ZeRO 3 gathers: the trained and the frozen
+            ones. None if all are trained.
         gradient_width: Bytes of a gradient element on the wire.
         parameter_width: Bytes of a parameter element on the wire.
-        num_tensors: Parameter tensors of the model.
+        num_tensors: Parameter tensors of the model, with frozen ones.
         traits: Properties of the model's modules.
     """
 
@@ -102,6 +107,7 @@ class JobFacts:
     backend: str
     gradient_bytes: int
     parameter_bytes: int
+    gathered_bytes: int | None = None
     gradient_width: int = 4
     parameter_width: int = 4
     num_tensors: int = 1
@@ -113,9 +119,14 @@ class JobFacts:
         return self.gradient_bytes / self.gradient_width
 
     @property
+    def stage_3_bytes(self) -> int:
+        """Bytes of all parameters, which ZeRO 3 gathers in each pass."""
+        return self.parameter_bytes if self.gathered_bytes is None else self.gathered_bytes
+
+    @property
     def num_parameters(self) -> float:
-        """Elements of all parameters."""
-        return self.parameter_bytes / self.parameter_width
+        """Elements of all parameters, with frozen ones."""
+        return self.stage_3_bytes / self.parameter_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +180,7 @@ class StepTime:
         usable: Whether the step's time contains only training with the configuration in use. False
             if it contains a checkpoint, an evaluation, a change or a replay, or if the step's batch
             was loaded before a change of its size or split.
-        oom_risk: Highest OOM risk of any rank, 0 to 1.
+        oom_risk: Highest known OOM risk of any rank, 0 to 1; None if no rank's is known.
         replays: Number of attempts at the step that ran out of memory.
         loss: Mean loss over all ranks; None if unknown or not finite.
     """
@@ -178,9 +189,14 @@ class StepTime:
     seconds: float
     samples: int
     usable: bool = True
-    oom_risk: float = 0.0
+    oom_risk: float | None = 0.0
     replays: int = 0
     loss: float | None = None
+
+    @property
+    def is_risky(self) -> bool:
+        """Whether memory is likely to run out soon."""
+        return self.oom_risk is not None and self.oom_risk >= OOM_RISK_HIGH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,12 +135,14 @@ class _StepTraffic:
         yield Traffic(
             wire_bytes=reductions * reduction.wire_bytes, calls=reductions * reduction.calls
         )
-        gathered = self.sent * self.facts.parameter_bytes
         if stage < 3:
-            yield Traffic(wire_bytes=gathered, calls=1)
+            yield Traffic(wire_bytes=self.sent * self.facts.parameter_bytes, calls=1)
             return
         passes = micro_batches * self._gathers_per_micro_batch()
-        yield Traffic(wire_bytes=passes * gathered, calls=passes * self._calls_per_gather())
+        yield Traffic(
+            wire_bytes=passes * self.sent * self.facts.stage_3_bytes,
+            calls=passes * self._calls_per_gather(),
+        )
 
     def _reduced_at_stages_1_and_2(self) -> Traffic:
         """Return the traffic of one reduction of all gradients by ZeRO 1 or 2."""

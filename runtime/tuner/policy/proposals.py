@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ....metrics.thresholds import OOM_RISK_HIGH
 from .diagnose import (
     COMM_SYMPTOMS,
     DEFAULT_THRESHOLDS,
@@ -83,28 +84,46 @@ class TunerInput:
         """Return the symptom of that name, if it was found."""
         return next((one for one in self.symptoms if one.name == name), None)
 
+    @property
+    def is_memory_short(self) -> bool:
+        """Whether memory is likely to run out, so that nothing but memory savings is proposed."""
+        return is_memory_short(self.symptoms)
+
+
+def is_memory_short(symptoms: Sequence[Symptom]) -> bool:
+    """Whether memory is likely to run out. A low headroom alone does not make this likely."""
+    return any(one.name == MEMORY_PRESSURE and one.ratio >= OOM_RISK_HIGH for one in symptoms)
+
 
 def propose(inputs: TunerInput, pause: Pause = lambda: None) -> list[Proposal]:
     """Return the changes to try, the most promising first.
 
-    Under memory pressure, these are only changes that free memory, one per knob. They need not make
-    training faster. Otherwise, the result has the best configuration of the history, changes with a
-    predicted gain, changes that only a trial can judge, and the undoing of measures that are no
-    longer needed.
+    If memory is likely to run out, these are only changes that free memory, one per knob. They need
+    not make training faster. Otherwise, the result has the best configuration of the history,
+    changes with a predicted gain, changes that only a trial can judge, and the undoing of measures
+    that are no longer needed. If little memory is left, changes that free memory come first, and
+    changes that need more are left out.
 
     Args:
         inputs: What is known of the job.
         pause: Called after each value that was judged, which takes some tenths of a millisecond.
     """
     pressure = inputs.symptom(MEMORY_PRESSURE)
+    savings = []
     if pressure is not None:
-        return _first_per_knob(_for_symptom(inputs, pressure, pause))
+        savings = _first_per_knob(_for_symptom(inputs, pressure, pause))
+    if inputs.is_memory_short:
+        return savings
     proposals: list[Proposal] = []
     for symptom in _actionable_symptoms(inputs):
         proposals += _worth_trying(_for_symptom(inputs, symptom, pause))
-    return _dedupe(
-        [*_from_history(inputs), *sorted(proposals, key=_priority), *relaxations(inputs, pause)]
-    )
+    faster = [*_from_history(inputs), *sorted(proposals, key=_priority)]
+    others = [*faster, *relaxations(inputs, pause)]
+    if pressure is not None:
+        others = [one for one in others if not _needs_memory(inputs, one)]
+        by_changes = {_changes_of(one): one for one in reversed(others)}
+        savings = [by_changes.get(_changes_of(one), one) for one in savings]  # worth a trial
+    return _dedupe([*savings, *others])
 
 
 def relaxations(inputs: TunerInput, pause: Pause = lambda: None) -> list[Proposal]:
@@ -113,9 +132,21 @@ def relaxations(inputs: TunerInput, pause: Pause = lambda: None) -> list[Proposa
 
 
 def _actionable_symptoms(inputs: TunerInput) -> Iterator[Symptom]:
-    """Yield the symptoms to act on. Idle memory is one of them only if there is another symptom."""
-    others = [one for one in inputs.symptoms if one.name != MEMORY_IDLE]
-    return iter(inputs.symptoms if others else ())
+    """Yield the symptoms to act on, except memory pressure.
+
+    Idle memory is one of them only if there is another symptom.
+    """
+    symptoms = [one for one in inputs.symptoms if one.name != MEMORY_PRESSURE]
+    others = [one for one in symptoms if one.name != MEMORY_IDLE]
+    return iter(symptoms if others else ())
+
+
+def _needs_memory(inputs: TunerInput, proposal: Proposal) -> bool:
+    """Whether a change, or one of its partners, needs more memory."""
+    now = inputs.configuration
+    return any(
+        SPECS[knob].needs_memory(now.get(knob), value) for knob, value in proposal.changes.items()
+    )
 
 
 def _for_symptom(inputs: TunerInput, symptom: Symptom, pause: Pause) -> Iterator[Proposal]:
@@ -149,7 +180,8 @@ def _from_history(inputs: TunerInput) -> Iterator[Proposal]:
     }
     if not changes:
         return
-    symptom = next(iter(inputs.symptoms), None) or _bandwidth_symptom(inputs)
+    others = (one for one in inputs.symptoms if one.name != MEMORY_PRESSURE)
+    symptom = next(others, None) or _bandwidth_symptom(inputs)
     proposal = _proposal(inputs, changes, symptom, HISTORY_REASON)
     if proposal is None:
         return
@@ -286,8 +318,12 @@ def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:
     """Drop each proposal that makes the same changes as an earlier proposal."""
     firsts: dict[frozenset[tuple[str, Value]], Proposal] = {}
     for proposal in proposals:
-        firsts.setdefault(frozenset(proposal.changes.items()), proposal)
+        firsts.setdefault(_changes_of(proposal), proposal)
     return [*firsts.values()]
+
+
+def _changes_of(proposal: Proposal) -> frozenset[tuple[str, Value]]:
+    return frozenset(proposal.changes.items())
 
 
 def _first_per_knob(proposals: Iterable[Proposal]) -> list[Proposal]:

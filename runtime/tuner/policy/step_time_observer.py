@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 from statistics import median
@@ -12,6 +13,7 @@ from typing import Literal, Protocol
 
 from ....metrics.catalog import communication
 from ....metrics.recorder import Snapshot
+from ....metrics.settings import CrossRankSettings
 from .metrics_delta import MetricsDelta, metrics_between
 from .policy_types import StepTime
 
@@ -20,6 +22,7 @@ RECENT_STEPS = 20  # number of recent steps that are the baseline
 # The log of an outlier differs from the log of the median by more than both limits.
 OUTLIER_LOG_RATIO = log(1.3)
 OUTLIER_DEVIATIONS = 5.0  # standard deviations
+EXCHANGE_SECONDS = CrossRankSettings().interval_seconds
 NORMAL = 1.4826  # standard deviations per median absolute deviation of a normal distribution
 
 Shift = Literal["slower", "faster"]
@@ -58,14 +61,20 @@ class StepTimeObserver:
     Args:
         metrics: Metrics of this rank.
         min_seconds: Minimum length of an interval.
+        exchange_seconds: Time between two comparisons of the ranks.
 
     Attributes:
         shift: "slower" or "faster" if the speed of steps has shifted since `reset`, else None.
     """
 
-    def __init__(self, metrics: MetricsSource, min_seconds: float) -> None:
+    def __init__(
+        self,
+        metrics: MetricsSource,
+        min_seconds: float,
+        exchange_seconds: float = EXCHANGE_SECONDS,
+    ) -> None:
         self._metrics, self._min_seconds = metrics, min_seconds
-        self._snapshots = SnapshotSchedule(metrics)
+        self._snapshots = SnapshotSchedule(metrics, exchange_seconds)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.reset()
 
@@ -131,14 +140,21 @@ class SnapshotSchedule:
 
     Args:
         metrics: Metrics of this rank.
+        exchange_seconds: Time between two comparisons of the ranks.
     """
 
     CHECK_SECONDS = 0.5  # seconds of training between two checks of the metrics
-    MAX_SECONDS = 15.0  # of training, after which the ranks are taken not to be compared
+    # Exchanges after which the ranks are taken not to be compared.
+    MAX_EXCHANGES = 3
+    # Factor by which the ranks may be compared more rarely than is set, as they are over a store
+    # that only grows.
+    MAX_DELAY = 4
 
-    def __init__(self, metrics: MetricsSource) -> None:
+    def __init__(self, metrics: MetricsSource, exchange_seconds: float = EXCHANGE_SECONDS) -> None:
         self._metrics = metrics
-        self._has_none = False  # True if no publication came within MAX_SECONDS
+        self._max_seconds = self.MAX_EXCHANGES * max(exchange_seconds, EXCHANGE_SECONDS)
+        self._longest_seconds = self.MAX_DELAY * self._max_seconds
+        self._has_none = False  # whether nothing has been published in time, and nothing since
         self.restart()
 
     def restart(self) -> None:
@@ -160,15 +176,63 @@ class SnapshotSchedule:
         self._next_check = self._waited + self.CHECK_SECONDS
         snapshot = self._metrics.snapshot()
         published = snapshot.total(communication.COMM_EXPOSED_SECONDS)
+        if published:
+            self._has_none = False
         if self._has_none or not snapshot.total(communication.COMM_SECONDS):
             return snapshot
         if self._reference is None:
             self._reference = published
         if published != self._reference:
             return snapshot
-        if self._waited < self.MAX_SECONDS:
+        if self._waited < self._max_seconds:
             return None
         self._has_none = not published
+        if published:  # the ranks are compared, but more rarely
+            self._max_seconds = min(2 * self._max_seconds, self._longest_seconds)
+        return snapshot
+
+
+class SnapshotIntervals:
+    """Measures successive intervals of a run, from one publication to another.
+
+    Args:
+        metrics: Metrics of this rank.
+        exchange_seconds: Time between two comparisons of the ranks.
+        now: A monotonic clock, in seconds.
+
+    Attributes:
+        is_waiting: Whether the last call waited for a publication: it is to be repeated.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsSource,
+        exchange_seconds: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now, self._polled_at = now, now()
+        self._snapshots = SnapshotSchedule(metrics, exchange_seconds)
+        self._before: Snapshot | None = None
+        self.is_waiting = False
+
+    def start(self) -> None:
+        """Begin an interval."""
+        self._before = self._next_snapshot()
+
+    def end(self) -> MetricsDelta | None:
+        """Return what the metrics did in the interval, and begin the next one."""
+        before, after = self._before, self._next_snapshot()
+        if after is None:
+            return None
+        self._before = after
+        return None if before is None else metrics_between(before, after)
+
+    def _next_snapshot(self) -> Snapshot | None:
+        seconds, self._polled_at = self._now() - self._polled_at, self._now()
+        snapshot = self._snapshots.next_snapshot(seconds)
+        self.is_waiting = snapshot is None
+        if snapshot is not None:
+            self._snapshots.restart()
         return snapshot
 
 

@@ -121,10 +121,9 @@ class TrialSearch:
 
     def emergency_inputs(self, step: StepTime, configuration: Configuration) -> TunerInput:
         """Return the input of proposals where some rank is about to run out of memory."""
-        symptom = Symptom(
-            name=MEMORY_PRESSURE, ratio=step.oom_risk, evidence={"oom_risk_ratio": step.oom_risk}
-        )
-        reading = MetricsDelta(oom_risk=step.oom_risk)
+        risk = step.oom_risk or 0.0
+        symptom = Symptom(name=MEMORY_PRESSURE, ratio=risk, evidence={"oom_risk_ratio": risk})
+        reading = MetricsDelta(oom_risk=risk)
         inputs = self._inputs(reading, (symptom,), step, configuration)
         return replace(inputs, excluded=frozenset(self._failed))
 
@@ -159,6 +158,8 @@ class TrialSearch:
         self._history.check_other_runs()
         now = replace(inputs, excluded=self._history.excluded, remembered=self._history.best)
         for proposal in propose(now):
+            if proposal.symptom.name == MEMORY_PRESSURE:  # applied without a trial, once necessary
+                continue
             design = self._design(proposal, step_seconds, baseline)
             if self._is_worth_it(proposal, design, step_seconds, step.number):
                 trial = Trial(proposal, inputs, design)

@@ -22,6 +22,7 @@ from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.monitor import advisor as advisor_module
 from zerowatch.runtime.monitor.advisor import MIN_SECONDS, MIN_STEPS, Advisor
 from zerowatch.runtime.tuner.knobs import read_only_knobs
+from zerowatch.runtime.tuner.policy import step_time_observer as observer_module
 from zerowatch.runtime.tuner.policy.controller_interface import WARMUP_STEPS
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
@@ -48,7 +49,7 @@ class Run:
             fail_open=FailOpen(),
         )
         knobs = SimpleNamespace(values=lambda: CONFIGURATION, options=lambda: self.options)
-        monkeypatch.setattr(advisor_module, "metrics_between", lambda before, after: self.reading)
+        monkeypatch.setattr(observer_module, "metrics_between", lambda before, after: self.reading)
         monkeypatch.setattr(read_only_knobs, "ReadOnlyKnobs", lambda engine, world_size: knobs)
         monkeypatch.setattr(advisor_module, "job_facts", lambda engine: tuner_input().facts)
         monkeypatch.setattr(advisor_module, "is_data_parallel", lambda engine: True)

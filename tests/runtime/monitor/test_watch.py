@@ -288,6 +288,18 @@ def test_at_exit_the_process_waits_for_the_last_scrape() -> None:
     ]
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_that_ends_in_good_order_first_calls_what_waits_for_it(failed: bool) -> None:
+    job = Job()
+    job.watch.on_good_end.append(lambda: job.calls.append(("good end",)))
+
+    for _ in range(2):
+        job.watch.close(failed=failed)
+
+    assert job.names().count("good end") == (not failed)
+    assert (job.names()[0] == "good end") is not failed
+
+
 def test_a_close_after_a_failure_does_not_wait() -> None:
     job = Job()
     job.watch.close(failed=True)

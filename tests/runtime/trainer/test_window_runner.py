@@ -39,12 +39,21 @@ class Engine:
             loss_scale=1.0, external_loss_scale=None, custom_loss_scaler=False
         )
         self.listeners: list[Callable[[Any], None]] = []
+        self.restarts: list[int] = []
+        self.uses: list[object] = []
         self.watch = SimpleNamespace(
-            subscribe_internal=self.listeners.append, memory_limit_bytes=lambda device: None
+            subscribe_internal=self.listeners.append,
+            memory_limit_bytes=lambda device: None,
+            restart_forecasts=self._on_restart,
         )
+        self.global_steps = 0
         self.global_samples = self.skipped_steps = 0
         self.is_fp16 = self.is_dynamic = self.overflows = False
         self.error: Exception | None = None
+
+    def _on_restart(self, *, after_step: int, use: object) -> None:
+        self.restarts.append(after_step)
+        self.uses.append(use)
 
     def eval(self) -> None:
         self.module.eval()
@@ -62,6 +71,7 @@ class Engine:
         if self.error is not None:
             raise self.error
         self.skipped_steps += self.overflows
+        self.global_steps += 1
         self._log.append(("step", self.optimizer.external_loss_scale))
 
 
@@ -360,7 +370,7 @@ def test_a_rank_whose_memory_is_low_requests_the_guard() -> None:
     run = Run()
     states = {"cpu": {"peak_allocated": 99.0, "limit": 100.0}}
     (listener,) = run.engine.listeners
-    listener(SimpleNamespace(memory_bytes=states, micro_batch_shapes=[(2, 1)]))
+    listener(SimpleNamespace(step=1, memory_bytes=states, micro_batch_shapes=[(2, 1)]))
 
     run.runner.train(BATCH)
 
@@ -555,3 +565,101 @@ def test_an_evaluation_that_fails_has_no_gradients_and_never_ends_the_run() -> N
 
     run.error = None
     assert train(run).step == 1
+
+
+def test_a_change_of_memory_use_restarts_the_forecast_after_the_last_step_before_it() -> None:
+    run = Run()
+    for _ in range(2):
+        train(run)
+    assert run.engine.restarts == []
+
+    run.runner.micro_batch_samples = 1  # by the script or by the tuner
+    for _ in range(2):
+        train(run)
+    assert run.engine.restarts == [2]
+
+    run.runner.replay.planner.invalidate()  # another memory saving
+    for _ in range(2):
+        train(run)
+    assert run.engine.restarts == [2, 4]
+
+
+def test_a_change_back_restores_the_use_of_memory() -> None:
+    run = Run()
+    for size in (2, 1, 2, 1):
+        run.runner.micro_batch_samples = size
+        for _ in range(4):
+            train(run)
+    _, smaller, larger, last = [None, *run.engine.uses]
+    assert last == smaller != larger
+
+    run.fails_above = 1
+    run.runner.micro_batch_samples = 2
+    train(run)
+    run.runner.micro_batch_samples = 1
+    train(run)
+    assert len(set(run.engine.uses)) == 4, "after a replay, the uses before do not come again"
+
+
+def test_a_script_that_chooses_each_micro_batch_keeps_its_forecast() -> None:
+    run = Run()
+    for step in range(40):
+        run.runner.micro_batch_samples = 1 + step % 2
+        train(run)
+
+    assert len(run.engine.restarts) < 12
+
+    run.runner.replay.planner.invalidate()  # another memory saving
+    train(run)
+    assert run.engine.restarts[-1] == 40
+
+
+def test_a_replay_restarts_the_forecast_after_its_step() -> None:
+    run = Run()
+    train(run)
+    run.fails_above = 1
+
+    result = train(run)
+
+    assert (result.replays, run.engine.restarts) == (1, [2])
+    train(run)
+    assert run.engine.restarts == [2]
+
+
+def test_a_failed_window_leaves_the_configurations_of_the_steps_before() -> None:
+    """Their peaks may not have been recorded yet."""
+    run = Run()
+    planner = run.runner.replay.planner
+    train(run)
+    planner.configuration = 3
+    run.error = KeyError("labels")
+    with pytest.raises(KeyError):
+        train(run)
+    run.error, planner.configuration = None, 5
+    train(run)
+
+    for step in (1, 2):
+        record = SimpleNamespace(
+            step=step, memory_bytes={"cpu": {"peak_allocated": 1.0}}, micro_batch_shapes=[(2, 1)]
+        )
+        run.engine.listeners[0](record)
+
+    peaks = run.runner.peak_history.measured().peaks
+    assert [each.configuration for each in peaks] == [0, 5]
+
+
+def test_peaks_have_the_configuration_of_their_step() -> None:
+    run = Run()
+    planner = run.runner.replay.planner
+    for configuration in (0, 0, 3, 0):
+        planner.configuration = configuration
+        train(run)
+
+    for step in range(1, 5):
+        record = SimpleNamespace(
+            step=step, memory_bytes={"cpu": {"peak_allocated": 1.0}}, micro_batch_shapes=[(2, 1)]
+        )
+        run.engine.listeners[0](record)
+
+    peaks = run.runner.peak_history.measured().peaks
+    assert [each.configuration for each in peaks] == [0, 0, 3, 0]

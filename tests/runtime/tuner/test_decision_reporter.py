@@ -212,3 +212,33 @@ def test_a_symptom_is_logged_with_the_training_time_that_it_was_measured_over(re
 
     (message,) = caplog.messages
     assert "30 % of training time (measured over 21 s of training)" in message
+
+
+@pytest.mark.parametrize(
+    ("risk", "ends"),
+    [
+        (
+            0.1,
+            ["no change that needs memory is tried", "searching for a change that needs no memory"],
+        ),
+        (0.5, ["nothing is tried"]),
+    ],
+)
+def test_a_search_is_not_logged_while_memory_is_likely_to_run_out(reports, caplog, risk, ends):
+    evidence = {"oom_risk_ratio": risk, "headroom_ratio": 0.07}
+    pressure = Symptom(name="memory_pressure", ratio=risk, evidence=evidence)
+
+    for _ in range(2):
+        reports.reporter.on_diagnosis([pressure, *tuner_input().symptoms], 21.4)
+
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == ends
+
+
+def test_little_memory_alone_is_not_logged_as_a_search(reports, caplog):
+    evidence = {"oom_risk_ratio": 0.0, "headroom_ratio": 0.07}
+
+    reports.reporter.on_diagnosis([Symptom(name="memory_pressure", ratio=0.0, evidence=evidence)])
+
+    (message,) = caplog.messages
+    assert "7 %" in message
+    assert "searching" not in message

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
-from zerowatch.runtime.tuner.job_facts import model_traits, warn_of_batch_statistics
+from zerowatch.runtime.tuner import job_facts as job_facts_module
+from zerowatch.runtime.tuner.job_facts import job_facts, model_traits, warn_of_batch_statistics
 from zerowatch.runtime.tuner.policy.policy_types import ModelTraits
 
 
@@ -54,6 +57,23 @@ def test_a_module_anywhere_in_a_model_shows_its_traits(module, traits):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
 
     assert model_traits(model) == traits
+
+
+def test_the_facts_have_the_sizes_of_trained_and_of_all_parameters(monkeypatch):
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)]).bfloat16()
+    model.requires_grad_(False)
+    model.append(nn.Linear(8, 2, bias=False))  # fp32
+    engine = SimpleNamespace(
+        module=model, communication_data_type=torch.bfloat16, seq_data_parallel_group=None
+    )
+    monkeypatch.setattr(job_facts_module.dist, "get_world_size", lambda group: 8)
+    monkeypatch.setattr(job_facts_module, "backend_name", lambda: "nccl")
+
+    facts = job_facts(engine)
+
+    assert (facts.gradient_bytes, facts.num_gradients) == (32, 16)
+    assert (facts.parameter_bytes, facts.stage_3_bytes) == (64, 4 * 64 * 2 + 64)
+    assert facts.num_tensors == 5
 
 
 def test_deepspeeds_own_experts_are_known():

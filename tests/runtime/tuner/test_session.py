@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fakes.clock import FakeClock
 from fakes.foreign_files import forbid_to_write
 from fakes.rank_threads import on_ranks
@@ -15,6 +17,7 @@ from fakes.rank_threads import on_ranks
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.tuner import session
+from zerowatch.runtime.tuner.policy.history_file import HistoryEntry
 from zerowatch.runtime.tuner.policy.policy_types import Numerics
 from zerowatch.runtime.tuner.session import ReportedOomRisk
 
@@ -26,9 +29,9 @@ def test_an_oom_risk_of_steps_before_a_change_is_ignored() -> None:
 
     reported.invalidate(now=8)
 
-    assert reported.current(now=8, seconds=0.0) == 0.0
+    assert reported.current(now=8, seconds=0.0) is None
     reported.update(step=8, risk=0.8)
-    assert reported.current(now=9, seconds=0.0) == 0.0
+    assert reported.current(now=9, seconds=0.0) is None
     reported.update(step=9, risk=0.7)
     assert reported.current(now=9, seconds=0.0) == 0.7
 
@@ -39,7 +42,7 @@ def test_an_oom_risk_that_is_not_updated_expires() -> None:
 
     assert reported.current(now=8, seconds=10_000.0) == 0.9, "one long step"
     assert reported.current(now=60, seconds=101.0) == 0.9, "steps of milliseconds"
-    assert reported.current(now=60, seconds=200.0) == 0.0
+    assert reported.current(now=60, seconds=200.0) is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_all_ranks_are_tuned_or_none_is(
 ) -> None:
     class FakeSession:
         def __init__(self, *parts: Any) -> None:
-            self.numerics = Numerics.of_setting(parts[-1].tuner.numerics)
+            self.numerics = Numerics.of_setting(parts[4].tuner.numerics)
 
         def close(self) -> None:
             pass
@@ -85,7 +88,7 @@ def made(monkeypatch: pytest.MonkeyPatch, watch: Any, runner: Any, **parts: Any)
     """Return the session of rank 0, whose controller is `runner`."""
     knobs = SimpleNamespace(on_window_end=lambda: None, close=lambda: None)
     monkeypatch.setattr(session, "RunKnobs", lambda *_: knobs)
-    monkeypatch.setattr(session, "job_facts", lambda _: None)
+    monkeypatch.setattr(session, "job_facts", lambda _, **options: None)
     monkeypatch.setattr(session.ActiveTunerSession, "_new_runner", lambda _: runner)
     status = SimpleNamespace(oom_risk=0.0, is_on_trial=False, exchanges_switch_request=False)
     known: Any = {
@@ -100,7 +103,10 @@ def made(monkeypatch: pytest.MonkeyPatch, watch: Any, runner: Any, **parts: Any)
 
 def watched() -> Any:
     return SimpleNamespace(
-        generated_ns=0, fail_open=FailOpen(), subscribe_internal=lambda listener: None
+        generated_ns=0,
+        fail_open=FailOpen(),
+        subscribe_internal=lambda listener: None,
+        on_good_end=[],
     )
 
 
@@ -123,6 +129,25 @@ def test_a_trial_that_left_no_engine_counts_as_crashed(
     tuned.close()
 
     assert ended == ["normally"] * has_engine
+
+
+@pytest.mark.parametrize("is_in_window", [True, False])
+def test_a_trial_of_a_run_that_is_not_closed_ends_with_the_watch(
+    is_in_window: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    runner = SimpleNamespace(on_window_end=lambda _: None, close=lambda: ended.append("normally"))
+    watch = watched()
+    tuned = made(monkeypatch, watch, runner)
+    tuned.on_window_start()
+    tuned.on_window_end(RESULT)
+    if is_in_window:
+        tuned.on_window_start()
+
+    for end in watch.on_good_end:
+        end()
+
+    assert ended == ["normally"] * (not is_in_window)
 
 
 @pytest.mark.parametrize("is_requested", [True, False])
@@ -150,7 +175,71 @@ def history_of_a_job(runs: Path, **tuner: Any) -> Any:
     module = SimpleNamespace(named_parameters=list)
     device = SimpleNamespace(type="cpu")
     engine = SimpleNamespace(module=module, basic_optimizer=None, device=device)
-    return session.open_history(engine, Settings(run_log={"folder": runs}, tuner=tuner), 1)
+    return session.open_history(engine, Settings(run_log={"folder": runs}, tuner=tuner), 1, {})
+
+
+def small_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def key_of(model: torch.nn.Module, config: dict[str, Any] | None = None, **device: Any) -> str:
+    engine = SimpleNamespace(
+        module=model, basic_optimizer=None, device=SimpleNamespace(**{"type": "cpu", **device})
+    )
+    config = {"train_micro_batch_size_per_gpu": 4} if config is None else config
+    key: str = session.open_history(engine, Settings(), 8, config)._key
+    return key
+
+
+def test_a_history_is_of_the_same_dtype_trained_parameters_layout_and_batch() -> None:
+    frozen = small_model()
+    frozen[0].requires_grad_(False)
+    micro = {"train_micro_batch_size_per_gpu": 4}
+    stage_2 = {**micro, "zero_optimization": {"stage": 2}}
+    offload = {**micro, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    keys = [
+        key_of(small_model()),
+        key_of(small_model().bfloat16()),
+        key_of(frozen),
+        key_of(small_model(), {"train_micro_batch_size_per_gpu": 8}),
+        key_of(small_model(), {**micro, "gradient_accumulation_steps": 2}),
+        key_of(small_model(), stage_2),
+        key_of(small_model(), offload),
+    ]
+
+    assert len(set(keys)) == len(keys)
+    assert key_of(small_model()) == keys[0]
+    assert key_of(small_model(), {**stage_2, "steps_per_print": 7}) == keys[5]
+
+
+def test_a_history_is_of_the_same_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(name: str, total_bytes: int) -> str:
+        current = SimpleNamespace(current_device=lambda: 0, total_memory=lambda index: total_bytes)
+        device = SimpleNamespace(device_name=lambda index: name, is_available=lambda: True)
+        monkeypatch.setattr(session, "get_accelerator", lambda: current)
+        monkeypatch.setattr(session.accelerator, "current", device)
+        return key_of(small_model(), type="cuda")
+
+    keys = [key("H100", 80), key("H100", 40), key("A100", 80)]
+
+    assert len(set(keys)) == 3
+    assert key("H100", 80) == keys[0]
+
+
+def test_values_that_earlier_runs_exclude_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    entries = {
+        context: HistoryEntry(configuration={}, excluded=frozenset([("zero_stage", 3)]))
+        for context in "ab"
+    }
+
+    session._log_excluded({})
+    session._log_excluded(entries)
+
+    (message,) = caplog.messages
+    assert message.endswith(": zero_stage=3")
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,93 @@ def test_a_new_engine_is_assessed_by_its_own_readings_only(clock: FakeClock, see
     assert run.forecasts.forecasts == {}
 
 
+def test_the_risk_is_unknown_after_a_restart_until_there_are_new_readings(
+    clock: FakeClock, seed: int
+) -> None:
+    run = Run(clock, seed, limit_bytes=4 * GIB)
+    run.train(80, growth_bytes=11 * MIB, lengths=SHORT)
+    before = run.value(memory.OOM_RISK)
+
+    run.forecasts.restart(after_step=run.step, use=1)
+    run.forecasts.assess_batch(Shape(4, 64))
+
+    assert before >= module.OOM_RISK_HIGH
+    assert (run.forecasts.forecasts, run.forecasts.risks) == ({}, {})
+    assert run.forecasts.batch_risk("cuda:0") is None
+    run.between_steps_bytes -= GIB
+    run.train(4, lengths=SHORT)
+    values = run.recorder.snapshot().values
+    assert not any(values.get(spec) for spec in module._GAUGES)
+    run.train(2, lengths=SHORT)
+    assert run.value(memory.OOM_RISK) == run.forecasts.risks["cuda:0"] < 0.3
+
+
+def test_a_restart_ignores_readings_of_earlier_steps_that_come_late(
+    clock: FakeClock, seed: int
+) -> None:
+    run = Run(clock, seed, limit_bytes=4 * GIB)
+    run.train(80, growth_bytes=11 * MIB, lengths=SHORT)
+
+    run.forecasts.restart(after_step=run.step + 10, use=1)
+    run.train(10, growth_bytes=11 * MIB, lengths=SHORT)
+
+    assert run.forecasts.risks == {}
+    assert run.forecasts.last_peaks("cuda:0")[-1].step == run.step, "errors still report them"
+    run.between_steps_bytes -= GIB
+    run.train(6, lengths=SHORT)
+    assert run.forecasts.risks["cuda:0"] < 0.3
+    run.step -= 50  # the script loads a checkpoint: these steps are new ones
+    run.train(20, lengths=SHORT)
+    assert run.forecasts.forecasts["cuda:0"].step == run.step
+
+
+def test_a_run_that_alternates_between_two_uses_of_memory_is_warned_in_time(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """A trial has blocks of a few steps, fewer than a forecast needs."""
+    run = Run(clock, seed, limit_bytes=6 * GIB)
+    risks = []
+
+    with caplog.at_level(logging.WARNING):
+        for block in range(20):
+            run.forecasts.restart(after_step=run.step, use="AB"[block % 2])
+            run.train(4, growth_bytes=30 * MIB, lengths=SHORT)
+            risks.append(run.forecasts.risks)
+
+    assert all(risks[4:])
+    assert any("likely to run out within 50 steps" in each.message for each in caplog.records)
+    assert run.value(memory.OOM_RISK) >= module.OOM_RISK_HIGH
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_each_use_of_memory_is_forecast_by_its_own_readings(
+    clock: FakeClock, seed: int, is_late: bool
+) -> None:
+    """Readings may come late: some steps after the use has changed again."""
+    run = Run(clock, seed)
+    needs = {"A": 2.0 * GIB, "B": 5.0 * GIB}
+    late = 6 if is_late else 0
+    uses = ["AB"[step // 4 % 2] for step in range(120)]
+    for step in range(120):
+        use = uses[step]
+        if step == 0 or use != uses[step - 1]:
+            run.forecasts.restart(after_step=step, use=use)
+        if step >= late:
+            run.between_steps_bytes = needs[uses[step - late]]
+            run.train(1, lengths=SHORT)
+            forecast = run.forecasts.forecasts.get("cuda:0")
+            if step >= 40:
+                assert forecast is not None
+                assert abs(forecast.between_steps_bytes - needs[use]) < MIB
+
+    run.forecasts.restart(after_step=120, use="C")
+    assert run.forecasts.forecasts == {}
+    run.forecasts.restart(after_step=120, use="A")
+    assert run.forecasts.forecasts["cuda:0"].between_steps_bytes == needs["A"]
+    run.forecasts.restart(after_step=900, use="A")
+    assert run.forecasts.forecasts == {}, "these readings are too old"
+
+
 def test_the_highest_batch_risk_since_the_last_update_is_published(
     clock: FakeClock, seed: int
 ) -> None:

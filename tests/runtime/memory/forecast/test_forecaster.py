@@ -580,6 +580,22 @@ def test_the_risk_is_the_mean_of_the_last_twenty_steps() -> None:
     )
 
 
+def test_a_successor_does_not_expect_micro_batches_that_no_longer_exist() -> None:
+    def leaking(step: int, samples: int) -> PeakPoint:
+        return point(step, Shape(samples, 512), floor=FLOOR + step * 20 * MIB)
+
+    kept = Forecaster()
+    forecast_after((leaking(step, 4) for step in range(180)), kept)
+    successor = kept.successor()
+
+    assert successor.forecast() is None
+    late = [leaking(step, 2) for step in range(180, 187)]
+    assert forecast_after(late, kept).risk_ratio > 0.5
+    forecast = forecast_after(late, successor)
+    assert forecast.risk_ratio < 0.1
+    assert forecast.predicted_peak_bytes == pytest.approx(late[-1].peak_bytes, rel=0.01)
+
+
 def test_a_forecast_imports_no_module_during_training() -> None:
     """An import on the watch thread took 0.2 s, as it may set off a collection of garbage."""
     script = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,7 @@ def test_the_limit_of_a_replay_is_read_when_the_replay_is_planned() -> None:
         SimpleNamespace(
             memory_bytes={"cuda:0": {"peak_allocated": 50.0, "limit": 80.0}},
             micro_batch_shapes=[(4, 1)],
+            step=1,
         )
     )
 
@@ -59,20 +60,25 @@ def test_the_limit_of_a_replay_is_read_when_the_replay_is_planned() -> None:
 
 
 def recorded(
-    *shapes: tuple[int, int], peak: float | None = 50.0, limit: float | None = 100.0
+    *shapes: tuple[int, int], peak: float | None = 50.0, limit: float | None = 100.0, step: int = 1
 ) -> Any:
     """Return a record of a step on a GPU, whose micro-batches have these shapes."""
     states = {"peak_allocated": peak, "limit": limit}
     known = {state: value for state, value in states.items() if value is not None}
-    return SimpleNamespace(memory_bytes={"cuda:0": known}, micro_batch_shapes=list(shapes))
+    return SimpleNamespace(
+        memory_bytes={"cuda:0": known}, micro_batch_shapes=list(shapes), step=step
+    )
 
 
-def history_of(*records: Any) -> PeakHistory:
+def history_of(*records: Any, starts: Sequence[tuple[int, int]] = ()) -> PeakHistory:
+    """Return the history of records after windows, each with its step and configuration."""
     listeners: list[Callable[[Any], None]] = []
     watch = SimpleNamespace(
         subscribe_internal=listeners.append, memory_limit_bytes=lambda device: None
     )
     history = PeakHistory(watch, "cuda:0")
+    for step, configuration in starts:
+        history.on_window_start(step=step, configuration=configuration)
     for record in records:
         listeners[0](record)
     return history
@@ -96,6 +102,21 @@ def test_a_step_without_a_peak_or_without_a_shape_is_left_out_and_a_limit_is_kep
 
     assert len(measured.peaks) == 2
     assert measured.limit_bytes == 100.0
+
+
+@pytest.mark.parametrize(
+    ("starts", "configurations"),
+    [
+        ([(1, 0), (2, 0), (3, 1), (4, 0)], [0, 0, 1, 0]),
+        ([(10, 0), (11, 1), (1, 1), (2, 1), (3, 0)], [1, 1, 0, 0]),  # a checkpoint was loaded
+    ],
+)
+def test_a_late_peak_belongs_to_the_configuration_of_its_step(
+    starts: list[tuple[int, int]], configurations: list[int]
+) -> None:
+    history = history_of(*[recorded((4, 1), step=step) for step in (1, 2, 3, 4)], starts=starts)
+
+    assert [each.configuration for each in history.measured().peaks] == configurations
 
 
 def test_memory_is_low_after_a_step_whose_peak_came_near_the_limit_and_not_before() -> None:

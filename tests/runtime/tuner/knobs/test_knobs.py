@@ -135,6 +135,19 @@ def test_switching_back_restores_the_plan():
     assert (planner.limits, planner.guard_schedule) == before
 
 
+def test_switching_back_restores_the_number_of_the_configuration():
+    planner = MicroBatchPlanner()
+    cache = PlanCache(SimpleNamespace(planner=planner))
+    numbers = []
+    for before, now in ((ONE, OTHER), (OTHER, ONE), (ONE, {**ONE, "micro_batch_samples": 1})):
+        undo = cache.switch(before, now)
+        numbers.append(planner.configuration)
+    undo()
+
+    assert numbers == [1, 0, 0]
+    assert planner.configuration == 0
+
+
 def test_a_memory_neutral_knob_keeps_the_plan():
     planner = unguarded_planner()
 

@@ -9,7 +9,12 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     MemoryMeasurements,
     PeakSample,
 )
-from zerowatch.runtime.tuner.knobs.memory_check import exceeds_fit, exceeds_free, exceeds_host
+from zerowatch.runtime.tuner.knobs.memory_check import (
+    exceeds_fit,
+    exceeds_free,
+    exceeds_host,
+    peaks_of,
+)
 
 GROWING = ((2, 400.0), (4, 600.0))  # 200 bytes, and 100 a sample
 
@@ -37,6 +42,18 @@ def test_a_change_may_use_what_the_highest_peak_leaves_of_92_percent(
     known = measured((2, peak), (2, 300.0))
 
     assert exceeds_free(known, extra_bytes=extra_bytes, length=6) == reason
+
+
+def test_only_peaks_of_one_configuration_and_of_no_larger_micro_batches_are_kept() -> None:
+    peaks = [
+        PeakSample(samples=samples, length=6, peak_bytes=peak, configuration=configuration)
+        for samples, peak, configuration in [(2, 600.0, 0), (4, 650.0, 0), (2, 690.0, 1)]
+    ]
+    known = MemoryMeasurements(peaks=peaks, limit_bytes=800.0)
+
+    assert peaks_of(known, 0, samples=2).peaks == peaks[:1]
+    assert peaks_of(known, 0).peaks == peaks[:2]
+    assert peaks_of(known, 1).peaks == peaks[2:]
 
 
 @pytest.mark.parametrize(("num_later", "is_refused"), [(19, True), (20, False)])

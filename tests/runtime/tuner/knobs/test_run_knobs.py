@@ -12,6 +12,12 @@ import pytest
 from scripts.trainer.resume_engine import SingleRankHostGroup
 
 from zerowatch.runtime.common.undo import Undo
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+    GuardSchedule,
+    MemoryMeasurements,
+    MicroBatchPlanner,
+    PeakSample,
+)
 from zerowatch.runtime.tuner.knobs import run_knobs
 from zerowatch.runtime.tuner.knobs.engine_knobs import DeepSpeedKnob
 from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
@@ -73,7 +79,9 @@ def knobs_of(holder: Any, monkeypatch: pytest.MonkeyPatch) -> RunKnobs:
         "AsyncReductionKnob": lambda *args: none,
     }.items():
         monkeypatch.setattr(run_knobs, name, value)
-    planner = SimpleNamespace(limits=None, guard_schedule=None, invalidate=lambda: None)
+    planner = SimpleNamespace(
+        limits=None, guard_schedule=None, configuration=0, invalidate=lambda: None
+    )
     runner: Any = SimpleNamespace(
         activation_checkpointing=None, replay=SimpleNamespace(planner=planner)
     )
@@ -135,3 +143,37 @@ def test_a_change_that_is_taken_back_leaves_the_config_of_the_rebuild(
 
     assert dict(knobs.values()) == before
     assert holder.config == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2e1}}
+
+
+def test_a_change_on_trial_is_not_refused_for_its_own_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peaks of the change contain what it needs: 600 and 690 bytes, 90 more."""
+    holder = Holder({"stage": 2, "reduce_bucket_size": 500})
+    knobs: Any = knobs_of(holder, monkeypatch)
+    runner = knobs._window_runner
+    runner.replay.planner = planner = MicroBatchPlanner()
+    planner.guard_schedule = GuardSchedule(longest=6)
+    knobs._plan_cache = run_knobs.PlanCache(runner.replay)
+    knobs._layouts.changed_config = lambda target: None
+    measured: list[PeakSample] = []
+    runner.peak_history = SimpleNamespace(
+        measured=lambda: MemoryMeasurements(peaks=measured, limit_bytes=760.0)
+    )
+    runner.micro_batch_samples = 4
+    runner.opened = SimpleNamespace(local_batches=SimpleNamespace(samples=[8, 8]))
+    base = dict(knobs.values())
+    knobs._knobs.memory_bytes = lambda target: 90 * (target != base and knobs.values() == base)
+    other = {**base, "reduce_bucket_size": 20}
+
+    refusals = []
+    for target in (other, base) * 3:
+        peak = 600.0 if knobs.values() == base else 690.0
+        number = planner.configuration
+        measured.append(PeakSample(samples=4, length=6, peak_bytes=peak, configuration=number))
+        refusals.append(knobs.unsupported_reason(target))
+        knobs.apply(target)
+
+    assert refusals == [None] * 6
+    runner.peak_history.measured = lambda: MemoryMeasurements(peaks=measured, limit_bytes=740.0)
+    assert knobs.unsupported_reason(other) == "90 B more needed, 80.8 B free"

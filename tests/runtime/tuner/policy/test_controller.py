@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from fakes import tuned_job
 from fakes.tuned_job import DONE, START, Job
 
+from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.catalog.tuner import TUNER_STATES
 from zerowatch.runtime.tuner.policy.controller import TRANSITIONS
 from zerowatch.runtime.tuner.policy.policy_types import State, SwitchResult, Value
@@ -432,6 +434,26 @@ def test_a_risk_of_oom_rolls_back_the_trial_first() -> None:
     job.run(2, until=lambda: job.now == START)
 
     assert job.now == START
+
+
+@pytest.mark.parametrize(("oom_risk", "is_tried"), [(0.0, True), (0.49, True), (0.5, False)])
+def test_with_little_memory_left_changes_that_need_no_memory_are_tried(
+    monkeypatch: pytest.MonkeyPatch, oom_risk: float, is_tried: bool
+) -> None:
+    options = {**tuned_job.OPTIONS, "reduce_scatter": (False, True)}
+    monkeypatch.setattr(tuned_job, "OPTIONS", options)
+    monkeypatch.setattr(tuned_job, "START", {**START, "reduce_scatter": False})
+    job = Job()
+    for spec, value in (
+        (memory.MEMORY_LIMIT, 80e9),
+        (memory.MEMORY_HEADROOM, 0.07 * 80e9),
+        (memory.OOM_RISK, oom_risk),
+    ):
+        job._recorder.set(spec, value, "cuda:0")
+
+    job.run(100)
+
+    assert tried(job) == ([{"reduce_scatter": True}] if is_tried else [])
 
 
 def test_advice_is_given_once_and_needs_no_exchange() -> None:

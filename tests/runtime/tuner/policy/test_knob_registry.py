@@ -27,6 +27,28 @@ def test_a_knob_is_listed_once():
     assert len(SPECS) == len(KNOBS)
 
 
+@pytest.mark.parametrize(
+    ("knob", "now", "value", "needs"),
+    [
+        ("micro_batch_samples", 4, 8, True),
+        ("micro_batch_samples", 4, 2, False),
+        ("zero_stage", 2, 1, True),
+        ("zero_stage", 2, 3, False),
+        ("activation_checkpointing", True, False, True),
+        ("activation_checkpointing", False, True, False),
+        ("overlap_comm", False, True, True),
+        ("gradient_compression", None, "int8", True),
+        ("gradient_compression", "int8", None, False),
+        ("gradient_compression", "int8", "bf16", False),
+        ("batch_samples", 32, 64, True),
+        ("python_gc", "automatic", "between_steps", False),
+        ("reduce_scatter", False, True, False),
+    ],
+)
+def test_a_change_needs_memory_if_the_opposite_frees_memory(knob, now, value, needs):
+    assert SPECS[knob].needs_memory(now, value) is needs
+
+
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
 class TestEveryKnob:
     def test_has_triggers_of_existing_symptoms(self, spec):

@@ -14,6 +14,7 @@ from zerowatch.runtime.estimator.model_shape import (
     Topology,
 )
 from zerowatch.runtime.estimator.step_estimate import StepEstimate
+from zerowatch.runtime.tuner.policy.knob_registry import SPECS
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.policy_types import JobFacts
 from zerowatch.runtime.tuner.policy.predict import (
@@ -107,6 +108,22 @@ def test_parameters_within_the_reuse_distance_are_gathered_once(distance):
     sent = traffic_of(configuration(3, **kept), facts(), samples_per_rank=8)
 
     assert sent.wire_bytes == pytest.approx(plan.wire_bytes, rel=0.05)
+
+
+def test_frozen_parameters_are_gathered_at_stage_3_only():
+    trained = facts()
+    frozen = replace(trained, gathered_bytes=10 * trained.parameter_bytes, num_tensors=10 * LAYERS)
+    gathered = 10 * LAYERS * ELEMENTS
+    whole = {"max_reuse_distance": 0, "prefetch_bucket_size": gathered}
+
+    for stage in (0, 1, 2):
+        now = configuration(stage)
+        assert traffic_of(now, frozen, 4) == traffic_of(now, trained, 4)
+    now = configuration(3, **whole)
+    more = traffic_of(now, frozen, 4).wire_bytes - traffic_of(now, trained, 4).wire_bytes
+    assert more == pytest.approx(2 * 0.5 * 9 * trained.parameter_bytes)
+    assert SPECS["prefetch_bucket_size"].saturation_size(frozen) == gathered
+    assert SPECS["reduce_bucket_size"].saturation_size(frozen) == LAYERS * ELEMENTS
 
 
 @pytest.mark.parametrize(("micro", "ratio"), [(16, 1.5), (4, 1.8)])

@@ -332,6 +332,28 @@ class TestMemoryPressure:
 
         assert order == [{"activation_checkpointing": True}, {"reduce_bucket_size": 1 << 20}]
 
+    def test_with_little_memory_left_but_no_risk_leaves_out_only_what_needs_memory(self):
+        little = {"oom_risk": 0.0, "headroom_ratio": 0.07, "device_headroom_ratio": 0.07}
+        savings = tried(tuner_input(SHORT_OF_MEMORY, allows_rebuild=True))
+        usual = tried(tuner_input(allows_rebuild=True))
+
+        order = tried(tuner_input(replace(SLOW_LINK, **little), allows_rebuild=True))
+
+        assert order[: len(savings)] == savings
+        rest = order[len(savings) :]
+        assert rest == [each for each in usual if each in rest]
+        assert {"use_multi_rank_bucket_allreduce": False} in rest
+        assert not any(changes.get("micro_batch_samples", 0) > 4 for changes in order)
+        assert not any("asynchronous_reduction" in changes for changes in order)
+
+    def test_with_little_memory_left_a_change_that_also_saves_time_is_not_only_a_saving(self):
+        little = {"oom_risk": 0.0, "headroom_ratio": 0.07, "device_headroom_ratio": 0.07}
+
+        found = propose(tuner_input(replace(SLOW_LINK, **little)))
+
+        smaller = [one for one in found if one.changes == {"reduce_bucket_size": 1 << 20}]
+        assert [one.symptom.name for one in smaller] == ["comm_bandwidth"]
+
     def test_precedes_all_other_symptoms(self):
         both = replace(SLOW_LINK, oom_risk=0.9)
 

@@ -13,6 +13,7 @@ from zerowatch.runtime.tuner.policy.policy_types import StepTime
 from zerowatch.runtime.tuner.policy.step_time_observer import (
     MIN_BASELINE_STEPS,
     Cusum,
+    SnapshotIntervals,
     StepTimeObserver,
 )
 
@@ -82,15 +83,16 @@ class LateCommunication:
 
     RATIO, EVERY, LATE = 0.35, 5.0, 6.0
 
-    def __init__(self) -> None:
-        self.recorder, self._seconds, self._published = Recorder(), 0.0, 0.0
+    def __init__(self, every: float = EVERY) -> None:
+        self.EVERY = every
+        self.recorder, self.seconds, self._published = Recorder(), 0.0, 0.0
 
     def train(self, seconds: float) -> None:
-        self._seconds += seconds
+        self.seconds += seconds
         self.recorder.add(training.PHASE_SECONDS, seconds, "backward")
         self.recorder.add(communication.COMM_SECONDS, self.RATIO * seconds, "dp")
-        self.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self._seconds)
-        covered = self._seconds // self.EVERY * self.EVERY - self.LATE
+        self.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self.seconds)
+        covered = self.seconds // self.EVERY * self.EVERY - self.LATE
         if covered > self._published:
             waited = self.RATIO * (covered - self._published)
             self._published = covered
@@ -114,6 +116,52 @@ def test_shares_of_communication_are_right_over_any_interval(min_seconds: float)
         assert reading.exposed_ratio == pytest.approx(metrics.RATIO, rel=0.15)
         assert sum(reading.cause_ratios.values()) == pytest.approx(reading.exposed_ratio)
     assert all(0 <= reading.exposed_ratio <= 1 for reading in found)
+
+
+@pytest.mark.parametrize(
+    ("every", "exchange_seconds"), [(20.0, 20.0), (30.0, 30.0), (60.0, 60.0), (20.0, 5.0)]
+)
+@pytest.mark.parametrize("step_seconds", [0.1, 1.3])
+def test_shares_of_communication_are_right_if_the_ranks_are_compared_rarely(
+    every: float, exchange_seconds: float, step_seconds: float
+) -> None:
+    metrics = LateCommunication(every)
+    observer = StepTimeObserver(metrics.recorder, 20.0, exchange_seconds)
+    intervals = SnapshotIntervals(metrics.recorder, exchange_seconds, now=lambda: metrics.seconds)
+    since, readings, others = 0.0, [], []
+    intervals.start()
+    for number in range(int(2000 / step_seconds)):
+        metrics.train(step_seconds)
+        reading = observer.add(StepTime(number=number, seconds=step_seconds, samples=1))
+        if reading is not None:
+            readings.append(reading.exposed_ratio)
+        if metrics.seconds - since >= 30:
+            other = intervals.end()
+            if not intervals.is_waiting:
+                since = metrics.seconds
+                others.append(None if other is None else other.exposed_ratio)
+
+    # The first ones may begin before the first publication.
+    for found in (readings[2:], others[2:]):
+        assert len(found) >= 5
+        assert found == [pytest.approx(metrics.RATIO, rel=0.15)] * len(found)
+
+
+def test_ranks_that_are_compared_late_for_the_first_time_are_waited_for_then() -> None:
+    metrics = LateCommunication(every=100.0)
+    observer = StepTimeObserver(metrics.recorder, 2.0)
+    found = []
+    for number in range(6000):
+        if number == 1500:
+            metrics.EVERY = 5.0
+        metrics.train(0.1)
+        reading = observer.add(StepTime(number=number, seconds=0.1, samples=1))
+        if reading is not None:
+            found.append((number, reading.exposed_ratio))
+
+    late = [ratio for number, ratio in found if number > 1700]
+    assert len(late) >= 20
+    assert late == [pytest.approx(metrics.RATIO, rel=0.15)] * len(late)
 
 
 def test_ranks_that_are_not_compared_are_not_waited_for_again() -> None:
