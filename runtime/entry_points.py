@@ -30,9 +30,9 @@ from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors, warn_of_misspelled_keys
 from .common.fail_open import FailOpen
-from .common.interrupts import ended_by_next_interrupt, is_interrupt
+from .common.interrupts import ended_by_next_interrupt, is_error_exit, is_interrupt
 from .common.outer_error import OuterError
-from .common.process_info import launcher_run_id, numbered_run_id
+from .common.process_info import launcher_run_id, numbered_run_id, this_process
 from .monitor.console_logging import show_own_lines
 from .monitor.startup_monitor import StartupMonitor
 from .monitor.watch import NullWatch, Watch, WatchHandle
@@ -85,6 +85,9 @@ class _Process:
         num_passed_over: How many optimizers were not watched, in this training.
         num_short_runs: How many short runs were replaced, because their models no longer existed.
         opened_at: The number of steps at which the watch was opened.
+        passed_over: Engines that were made while the watched one existed, with their settings,
+            until the first step after that.
+        passed_over_hook: Calls `_on_step_after_engines` at that step.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
@@ -105,6 +108,8 @@ class _Process:
     num_passed_over: int = 0
     num_short_runs: int = 0
     opened_at: int = 0
+    passed_over: list[tuple[weakref.ref[Any], Settings]] = field(default_factory=list)
+    passed_over_hook: StepCallbackHandle | None = None
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
     closes_at_exit: bool = False
@@ -164,7 +169,10 @@ def initialize(
     The parameters, except `settings`, are those of `deepspeed.initialize` (0.19.8). The engine is
     DeepSpeed's own, with one more attribute: `engine.watch`, a `Watch`. If a script makes several
     engines, the first one with an optimizer is watched; the others share its watch. An engine that
-    replaces a watched one, which no longer exists or had the same model, gets a watch of its own.
+    replaces a watched one, which no longer exists or had the same model, gets a watch of its own:
+    in its first step, if the script still refers to the watched one while it makes the engine.
+    With ZeRO, DeepSpeed may keep an engine that the script has released. A warning then says so;
+    `watch(engine)` monitors the next one.
 
     Examples:
         >>> engine, optimizer, _, scheduler = zerowatch.initialize(
@@ -497,6 +505,7 @@ def close_watch(*, failed: bool) -> None:
     if _process.first_step_hook is not None:
         _process.is_model_known = True
         _process.first_step_hook.remove()
+    _take_passed_over()
     error = sys.exception() or _uncaught_error()
     interrupted = failed and is_interrupt(error)
     try:
@@ -555,20 +564,81 @@ def _watch_first(engine: Any, settings: Settings) -> None:
     running = current_watch() is not None
     if not trains and not running:
         _process.startup.expect_no_step()
-    if trains and (not running or _is_interactive() or _is_replaced_by(engine)):
-        with ExitStack() as on_failure:
-            on_failure.callback(_process.startup.stop)  # without a watch no first step is seen
-            _open_watch(engine, settings)
-            on_failure.pop_all()
+    if not trains:
+        return
+    if running and not _is_interactive() and not _is_replaced_by(engine):
+        _pass_over_engine(engine, settings)
+        return
+    with ExitStack() as on_failure:
+        on_failure.callback(_process.startup.stop)  # without a watch no first step is seen
+        _open_watch(engine, settings)
+        on_failure.pop_all()
 
 
 def _is_replaced_by(engine: Any) -> bool:
     """Return whether a new engine replaces the watched one.
 
     A framework that repeats a training, such as with smaller batches, makes another engine of the
-    same model. It may still refer to the previous engine then.
+    same model. It may still refer to the previous engine then. If an engine that was passed over
+    exists, it comes first.
     """
-    return engine.module is _process.module() or _is_engine_gone()
+    if engine.module is _process.module():
+        return True
+    return _is_engine_gone() and all(of() is None for of, _ in _process.passed_over)
+
+
+def _pass_over_engine(engine: Any, settings: Settings) -> None:
+    """Let the first step after this show whether the watched engine was replaced.
+
+    In `engine, *_ = deepspeed.initialize(...)` within a loop, the variable still has the previous
+    engine while the next one is made.
+    """
+    from .common.optimizer_steps import call_after_steps
+
+    _process.passed_over.append((weakref.ref(engine), settings))
+    if _process.passed_over_hook is None:
+        on_step = _process.fail_open.wrap("watch", _on_step_after_engines)
+        _process.passed_over_hook = call_after_steps(lambda optimizer: on_step())
+
+
+def _on_step_after_engines() -> None:
+    """Watch the first engine that was passed over, if the watched one no longer exists."""
+    passed_over = _take_passed_over()
+    running = current_watch()
+    if running is None:
+        return
+    is_gone = _is_engine_gone()
+    for engine, settings in ((of(), settings) for of, settings in passed_over):
+        handle = None if engine is None else vars(engine).get("watch")
+        if engine is None or isinstance(handle, NullWatch):  # a TrainingRun goes on without one
+            continue
+        if not is_gone:
+            _report_further_engine(running)
+            return
+        opened = _open_watch(engine, settings)
+        if handle is not None:
+            engine.watch = opened
+        return
+
+
+def _take_passed_over() -> list[tuple[weakref.ref[Any], Settings]]:
+    """Return the engines that were passed over, and forget them."""
+    passed_over, _process.passed_over = _process.passed_over, []
+    hook, _process.passed_over_hook = _process.passed_over_hook, None
+    if hook is not None:
+        hook.remove()
+    return passed_over
+
+
+def _report_further_engine(watch: Watch) -> None:
+    if this_process().rank == 0:
+        logger.warning(
+            "another engine trains, and the one that run %s monitors still exists (with ZeRO, "
+            "DeepSpeed may keep one that the script has released): the run counts the "
+            "communication and memory of both, and not the steps of the other. To monitor the "
+            "other one instead, call zerowatch.watch(engine).",
+            watch.run_id,
+        )
 
 
 def _is_engine_gone() -> bool:
@@ -601,6 +671,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     _process.module, _process.is_new_training = weakref.ref(engine.module), False
     _process.watches_torch, _process.is_opened_in_step = isinstance(engine, TorchEngine), False
     _forget_optimizers()
+    _take_passed_over()
     if _process.watches_torch:
         _process.known_optimizers[engine.optimizer] = math.inf
     _process.opened_at = _process.num_steps
@@ -704,8 +775,7 @@ def _close_at_end_of_child() -> None:
     error = _process.outer_error.newer()
     cause = error.__context__ if isinstance(error, SystemExit) and error.code else None
     if cause is None:
-        is_error_exit = isinstance(error, SystemExit) and bool(error.code)
-        close_watch(failed=is_error_exit or isinstance(error, Exception))
+        close_watch(failed=is_error_exit(error) or isinstance(error, Exception))
         return
     try:
         raise cause  # torch's start_processes ends a rank that has raised by sys.exit(1)
@@ -729,6 +799,7 @@ def _close_after_fork() -> None:
     """
     atexit.unregister(_close_at_exit)
     _process.closes_at_exit, _process.finalizer = False, None
+    _take_passed_over()
     if _process.watch is not None:
         _process.watch.close_after_fork()
     if _process.collectives is not None:

@@ -104,6 +104,10 @@ class TrainingRun:
             "reassociation" changes the order of sums, "statistical" also the rounding, and
             "unrestricted" also the batch size. By default the setting `tuner.numerics`.
             Experimental.
+        loss_decomposable: Whether the loss of a batch is the weighted mean of the losses of its
+            parts. Pass False for a loss that compares the samples of a micro-batch with each other,
+            such as a contrastive loss: the tuner then changes micro-batches only if `numerics` is
+            "statistical" or "unrestricted".
 
     Raises:
         DsConfigError: The ds config cannot be used.
@@ -137,8 +141,11 @@ class TrainingRun:
         activation_checkpointing: ModuleSelector | bool = False,
         tuner: Literal["off", "advise", "auto"] | None = None,
         numerics: NumericsName | None = None,
+        loss_decomposable: bool = True,
     ) -> None:
-        _check_arguments(model, loss, balance, compression, activation_checkpointing)
+        _check_arguments(
+            model, loss, balance, compression, activation_checkpointing, loss_decomposable
+        )
         ds_config = training_config(config)
         background = load_settings(settings, read_zerowatch_block(ds_config)).checkpoint.background
         factory = _EngineFactory(optimizer, lr_scheduler)
@@ -173,7 +180,9 @@ class TrainingRun:
             undo.callback(self._checkpoints.close)
             holder.checkpoint_activations(activation_checkpointing)
             holder.compress(compression)
-            self._tuner = create_tuner_session(holder, runner, group, self._data)
+            self._tuner = create_tuner_session(
+                holder, runner, group, self._data, loss_decomposable=loss_decomposable
+            )
             undo.callback(self._tuner.close)
             self._run_end.start()
             self._undo = undo.pop_all()
@@ -302,7 +311,9 @@ class TrainingRun:
         return self._window_runner.evaluate(batch)
 
     @_collective
-    def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
+    def loader(
+        self, dataset: Any, *, batch_samples: int, resume: bool = True, **options: Any
+    ) -> Any:
         """Return a loader of this rank's part of each global batch.
 
         Checkpoints save the loader's position. A run has one loader: another call replaces the
@@ -312,6 +323,8 @@ class TrainingRun:
         Args:
             dataset: A dataset with `__len__` and `__getitem__`, or an IterableDataset.
             batch_samples: Samples of a global batch, over all ranks.
+            resume: Whether the loader starts at the position that `load` has read before. False
+                drops this position, and the loader starts at the beginning, such as of other data.
             options: seed, shuffle and drop_last. Also these options of torch's DataLoader:
                 collate_fn, num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn and
                 multiprocessing_context.
@@ -323,10 +336,12 @@ class TrainingRun:
         Raises:
             ValueError: No batches can be made with these arguments. Or the length of the dataset,
                 or an option, differs between the ranks; in this case all ranks raise the error.
+            CheckpointError: The loaded position is of other data, or of batches of another size;
+                raised on all ranks. The loader before it, if there is one, stays.
             PeerFailedError: Another rank cannot make the loader.
         """
         self._tuner.pause_trial()
-        loader = self._data.loader(dataset, batch_samples=batch_samples, **options)
+        loader = self._data.loader(dataset, batch_samples=batch_samples, resume=resume, **options)
         self._tuner.on_user_change()
         return loader
 
@@ -461,7 +476,9 @@ class TrainingRun:
         self._checkpoints.wait()
 
     @_collective
-    def load(self, folder: str | Path, *, fallback: bool | None = None) -> int | None:
+    def load(
+        self, folder: str | Path, *, fallback: bool | None = None, data: bool = True
+    ) -> int | None:
         """Load the last checkpoint. Call this before the first batch, in new and restarted runs.
 
         All files are checked first. The check takes about 0.8 s per GiB, divided among the ranks.
@@ -473,6 +490,8 @@ class TrainingRun:
             fallback: If the last checkpoint is damaged, whether to log a warning and load the last
                 undamaged checkpoint before it. By default this is done only if the launcher
                 restarts the job, as `zerowatch run --max-restarts` does. All ranks must allow it.
+            data: Whether to load the position in `loader`'s data; the same on all ranks. False
+                leaves the loader where it is, such as for other data.
 
         Returns:
             The step after which training resumes; None if there is no checkpoint yet. The caller's
@@ -481,15 +500,16 @@ class TrainingRun:
 
         Raises:
             CheckpointError: The checkpoint is damaged, was saved from another model or with another
-                number of ranks for each copy of the model, or holds objects. Or the positions in
-                the data differ between the ranks. Or `folder` is a file, or itself a checkpoint.
+                number of ranks for each copy of the model, or holds objects. Or it was saved with
+                other data than the loader's: then nothing was loaded. Or the positions in the data
+                differ between the ranks. Or `folder` is a file, or itself a checkpoint.
                 Raised on all ranks; the caller may then load another checkpoint.
             RebuildError: The engine that the checkpoint was saved from cannot be built here.
             TypeError: `folder` is no path.
         """
         _check_folder(folder)
         self._tuner.pause_trial()
-        state = self._checkpoints.load(folder, fallback=fallback)
+        state = self._checkpoints.load(folder, fallback=fallback, data=data)
         self._tuner.on_user_change()
         self._client_state = None if state is None else state.client_state
         return None if state is None else state.steps
@@ -552,6 +572,7 @@ def _check_arguments(
     balance: object,
     compression: str | None,
     activation_checkpointing: object,
+    loss_decomposable: object,
 ) -> None:
     """Check arguments whose errors would otherwise be raised late or in internal functions.
 
@@ -567,6 +588,10 @@ def _check_arguments(
         )
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {shortened(balance)}")
+    if not isinstance(loss_decomposable, bool):
+        raise TypeError(
+            f"loss_decomposable must be True or False, got {shortened(loss_decomposable)}"
+        )
     if compression is not None:
         check_kind(compression)
     if not isinstance(activation_checkpointing, bool | str | type | Sequence | None):

@@ -23,6 +23,7 @@ from ...errors import CommandLineError, ZerowatchError
 from ...metrics.settings import load_settings
 from ..common.ds_config_errors import explain_config_error
 from ..common.fail_open import FailOpen
+from ..common.interrupts import is_error_exit
 from .post_import import PostImportFinder
 
 _ATTACH = __file__
@@ -161,7 +162,7 @@ class _ExitHandler(AbstractContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, SystemExit):
-            if error.code not in (None, 0):
+            if is_error_exit(error):
                 self._close()
         elif error is not None:
             self._on_error(error)

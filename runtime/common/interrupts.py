@@ -1,4 +1,4 @@
-"""Recognizes Ctrl-C at the end of a process, and handles repeated Ctrl-C."""
+"""Recognizes Ctrl-C and other ends of a process, and handles repeated Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def is_interrupt(error: BaseException | None) -> bool:
     if isinstance(error, SystemExit):
         error = error.__context__
     return isinstance(error, KeyboardInterrupt)
+
+
+def is_error_exit(error: BaseException | None) -> bool:
+    """Whether an error is the exit of a process that has failed, or that SIGTERM ends.
+
+    Lightning raises SIGTERMException then, which is a SystemExit without a status.
+    """
+    if not isinstance(error, SystemExit):
+        return False
+    return error.code not in (None, 0) or type(error).__name__ == "SIGTERMException"
 
 
 @contextmanager

@@ -4,6 +4,10 @@ A micro-batch ends with its backward pass. A step ends when `engine.global_steps
 Accelerate calls `step()` only at boundaries of gradient accumulation. A script may also call
 `loss.backward()` itself. A pipeline engine runs a whole step in one `train_batch`. A checkpoint on
 another thread than the training thread, which makes the steps, is no phase.
+
+A model may train in evaluation mode, such as a frozen one with a new head. Its forward pass counts
+once a backward pass of the engine follows. A micro-batch in this mode has no more forward passes
+than the one before, because the first passes may be a validation with gradients.
 """
 
 from __future__ import annotations
@@ -50,6 +54,13 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 _new_counts = constructor(StepCounts)
 
 
+class _EvaluationShapes(list[BatchShape]):
+    """The shapes of forward passes in evaluation mode, with gradients: they may be evaluations.
+
+    The hooks in C leave a list of another class to the methods in Python.
+    """
+
+
 class EngineHooks(EngineHookFields):
     """Wraps the methods of an engine until `restore`. Keeps only a weak reference to the engine."""
 
@@ -75,6 +86,10 @@ class EngineHooks(EngineHookFields):
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
         self._loss: ScalarOrPending = None
+        self._trains_in_evaluation_mode = False
+        self._num_passes = 1  # in evaluation mode, before the last backward pass
+        # The step of the last forward pass in evaluation mode, and its micro-batches before.
+        self._last_in_evaluation_mode: tuple[StepCounts, int] | None = None
         self._output: Callable[[], Any] = _no_output
         self._inside_backward = False
         self._plain_backward = False
@@ -266,16 +281,42 @@ class EngineHooks(EngineHookFields):
         if self._plain_backward:
             self._close_plain_backward()
         engine = self._engine()
-        if engine is not None and engine.module.training and torch.is_grad_enabled():
-            shape = batch_shape(args, kwargs)
-            self._shapes.append(shape)
-            self._phase_timer.enter(FORWARD)
-            self._on_batch_start(shape, self._counts.micro_batches + 1)
-        else:
+        if engine is None or not torch.is_grad_enabled():
             self._phase_timer.enter(EVAL)
+            return
+        shape = batch_shape(args, kwargs)
+        in_evaluation_mode = isinstance(self._shapes, _EvaluationShapes)
+        if engine.module.training:
+            if in_evaluation_mode:  # those forward passes were evaluations
+                self._shapes, self._trains_in_evaluation_mode = [], False
+        elif self._shapes and not in_evaluation_mode:  # a micro-batch in training mode
+            self._phase_timer.enter(EVAL)
+            return
+        elif not self._trains_without_training_mode():
+            self._shapes = _EvaluationShapes([shape])
+            self._phase_timer.enter(EVAL)
+            return
+        elif not in_evaluation_mode:
+            self._shapes = _EvaluationShapes()
+        self._shapes.append(shape)
+        self._phase_timer.enter(FORWARD)
+        self._on_batch_start(shape, self._counts.micro_batches + 1)
+
+    def _trains_without_training_mode(self) -> bool:
+        """Return whether forward passes in evaluation mode are of training.
+
+        A step without a backward pass ends it. The hooks in C end steps, so this looks back.
+        """
+        counts, last = self._counts, self._last_in_evaluation_mode
+        self._last_in_evaluation_mode = counts, counts.micro_batches
+        if last is not None and last[0] is not counts and last[0].micro_batches == last[1]:
+            self._trains_in_evaluation_mode = False
+        return self._trains_in_evaluation_mode
 
     def _on_forward_end(self, output: Any, returned: bool) -> None:
-        if not returned and self._phase_timer.current == FORWARD and self._shapes:
+        is_counted = self._phase_timer.current == FORWARD
+        is_counted |= isinstance(self._shapes, _EvaluationShapes) and torch.is_grad_enabled()
+        if not returned and is_counted and self._shapes:
             self._shapes.pop()  # its samples have no gradient
         self._phase_timer.leave()
         # A weak reference, because the output may hold the whole autograd graph. The output is read
@@ -297,8 +338,16 @@ class EngineHooks(EngineHookFields):
         self._inside_backward = False
         self._phase_timer.leave()
         if returned:  # one backward pass may follow several forward passes
-            self._counts.add(self._shapes, self._loss)
+            self._count_micro_batch()
         self._shapes, self._loss = [], None
+
+    def _count_micro_batch(self) -> None:
+        shapes = self._shapes
+        if isinstance(shapes, _EvaluationShapes) and shapes:
+            self._trains_in_evaluation_mode = True
+            most, self._num_passes = self._num_passes, len(shapes)
+            shapes = shapes[-most:]
+        self._counts.add(shapes, self._loss)
 
     def _on_first_gradient(self) -> None:
         """Begin a backward pass that the script started. Runs on any of autograd's threads."""
@@ -309,7 +358,7 @@ class EngineHooks(EngineHookFields):
 
     def _on_plain_backward_end(self) -> None:
         self._close_plain_backward()
-        self._counts.add(self._shapes, self._loss)
+        self._count_micro_batch()
         self._shapes, self._loss = [], None
 
     def _close_plain_backward(self) -> None:

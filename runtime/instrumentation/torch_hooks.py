@@ -6,6 +6,12 @@ call of the watched optimizer's `step`. A micro-batch ends with its backward pas
 to none of these is in the phase `other`: a call of `model.module(...)`, `torch.autograd.grad`,
 gradient clipping.
 
+A model may train in evaluation mode, such as a frozen one with a new head. Its forward pass counts
+once a backward pass has changed gradients of the watched optimizer. A model that trains in training
+mode is not counted in evaluation mode, where a script may attack or explain it by gradients. A
+micro-batch in evaluation mode has no more forward passes than the one before, because the first
+passes may be a validation with gradients.
+
 The class of the model is patched, not the model, so that a copy or a pickle of the model has no
 hooks. The optimizer has hooks of its own for steps, which its copies and pickles do not have.
 """
@@ -93,6 +99,11 @@ class TorchHooks:
         self._divisors: list[float | None] = []
         self._shapes: list[BatchShape] = []
         self._unscaled: tuple[weakref.ref[torch.Tensor], _Loss] | None = None
+        self._provisional: BatchShape | None = None  # of a pass that may be an evaluation
+        self._before_backward: tuple[_Loss, list[tuple[int, int]]] | None = None
+        self._trains_in_evaluation_mode = False
+        self._num_passes = 1  # in evaluation mode, before the last backward pass
+        self._may_train_in_evaluation_mode = True  # no training in training mode was seen
         self._passes: list[int] = []  # the phases that these hooks have entered
         # The passes that may contain a backward pass.
         self._around_backward: tuple[int, ...] = (OPTIMIZER,)
@@ -187,6 +198,7 @@ class TorchHooks:
             finally:
                 if not returned:  # its samples have no gradient
                     del self._shapes[num_shapes:]
+                    self._provisional = None
             return result
 
         return called
@@ -207,7 +219,7 @@ class TorchHooks:
             finally:
                 if not returned:  # no micro-batch has ended
                     del self._counts.losses[num_losses:], self._divisors[num_losses:]
-                    self._shapes = []
+                    self._shapes, self._provisional, self._before_backward = [], None, None
             end()
             return result
 
@@ -259,30 +271,64 @@ class TorchHooks:
 
     def _on_forward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._end_failed_step()
-        if self.training and torch.is_grad_enabled():
-            shape = batch_shape(args, kwargs)
-            self._shapes.append(shape)
-            self._enter(FORWARD)
-            self._on_batch_start(shape, self._counts.micro_batches + 1)
-        else:
+        if not torch.is_grad_enabled():
             self._enter(EVAL)
+            return
+        if self.training:
+            self._provisional = None
+            if self._trains_in_evaluation_mode:  # the forward passes before were evaluations
+                self._shapes, self._trains_in_evaluation_mode = [], False
+        elif not self._trains_in_evaluation_mode:
+            if self._may_train_in_evaluation_mode:
+                self._provisional = batch_shape(args, kwargs)
+            self._enter(EVAL)
+            return
+        shape = batch_shape(args, kwargs)
+        self._shapes.append(shape)
+        self._enter(FORWARD)
+        self._on_batch_start(shape, self._counts.micro_batches + 1)
 
     def _on_backward_start(self, tensors: Any) -> None:
         self._end_failed_step()
         self._enter(BACKWARD)
+        if not self._shapes and self._provisional is None:
+            return
+        loss, divisor = self._read_loss(tensors) or (None, None)
         if self._shapes:
-            loss, divisor = self._read_loss(tensors) or (None, None)
             self._counts.losses.append(loss)
             self._divisors.append(divisor)
+        else:
+            self._before_backward = (loss, divisor), self._gradients()
 
     def _on_backward_end(self) -> None:
         """Count a micro-batch, unless the model was not called, as by the loss of another model."""
+        before, self._before_backward = self._before_backward, None
+        provisional, self._provisional = self._provisional, None
+        if before is not None and provisional is not None:
+            (loss, divisor), gradients = before
+            if gradients != self._gradients():
+                self._trains_in_evaluation_mode = True
+                self._shapes = [provisional]
+                self._counts.losses.append(loss)
+                self._divisors.append(divisor)
         if self._shapes:
+            self._may_train_in_evaluation_mode = self._trains_in_evaluation_mode
             self._on_gradients()
             *losses, last = self._counts.losses
             self._counts.losses = losses
-            self._counts.add(self._shapes, last)
-            self._shapes = []
+            shapes, self._shapes = self._shapes, []
+            if self._trains_in_evaluation_mode:
+                most, self._num_passes = self._num_passes, len(shapes)
+                shapes = shapes[-most:]
+            self._counts.add(shapes, last)
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Return what changes when a backward pass adds to gradients of the optimizer."""
+        engine = self._engine()
+        optimizer = None if engine is None else engine.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        gradients = [one.grad for group in groups for one in group["params"]]
+        return [(id(grad), grad._version) for grad in gradients if grad is not None]
 
     def _on_step_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._is_on_training_thread():
@@ -317,6 +363,9 @@ class TorchHooks:
         engine.global_steps += 1
         counts, divisors = self._counts, self._divisors
         counts.skipped = skipped
+        if not counts.micro_batches:
+            self._trains_in_evaluation_mode = False
+            self._may_train_in_evaluation_mode = True
         if counts.micro_batches > 1 and not counts.losses_are_divided:
             counts.losses_are_divided = are_all(divisors, counts.micro_batches)
             if not counts.losses_are_divided and any(one is not None for one in divisors):
@@ -340,7 +389,7 @@ class TorchHooks:
 
     def _begin_step(self) -> None:
         self._counts, self._divisors = _new_counts(), []
-        self._shapes, self._unscaled = [], None
+        self._shapes, self._unscaled, self._provisional = [], None, None
 
     def _loss_of(self, tensors: Any) -> _Loss | None:
         """Return the loss of a backward pass and the number by which it was divided last.

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ..common.interrupts import is_error_exit
 from ..monitor.watch import NullWatch, WatchHandle
 from ..sinks.sink import Sink
 from .attachment import Attachment
@@ -76,8 +77,12 @@ class LightningCallback(Callback):
         self._log(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End monitoring of a run that failed."""
-        self._end(failed=isinstance(exception, Exception))
+        """End monitoring of a run that failed, or that SIGTERM ends."""
+        if isinstance(exception, SystemExit):
+            failed = is_error_exit(exception)
+        else:
+            failed = not isinstance(exception, KeyboardInterrupt)
+        self._end(failed=failed)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Write what is pending, and end monitoring."""

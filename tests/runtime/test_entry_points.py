@@ -23,7 +23,7 @@ from zerowatch.metrics.catalog.overhead import HOOK_FAILURES
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.common.torch_engine import torch_engine
+from zerowatch.runtime.common.torch_engine import TorchEngine, torch_engine
 from zerowatch.runtime.entry_points import MAX_PASSED_OVER
 from zerowatch.runtime.monitor.watch import NullWatch, Watch
 from zerowatch.runtime.reports.run_summary import summary_of
@@ -124,6 +124,8 @@ class Process:
             num_passed_over=0,
             num_short_runs=0,
             opened_at=0.0,
+            passed_over=[],
+            passed_over_hook=None,
             first_step_hook=None,
             attached_settings=None,
             startup=Recorded(self.calls, "startup"),
@@ -158,8 +160,12 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Process:
     return Process(monkeypatch)
 
 
+class Engine(SimpleNamespace):
+    """An engine; unlike a SimpleNamespace it can be referred to weakly."""
+
+
 def engine_that(trains: bool = True, **values: Any) -> Any:
-    return SimpleNamespace(optimizer=object() if trains else None, module=object(), **values)
+    return Engine(optimizer=object() if trains else None, module=object(), **values)
 
 
 def test_each_parameter_of_deepspeed_is_passed_on_under_its_own_name(
@@ -428,6 +434,114 @@ def test_an_engine_of_another_model_leaves_the_watch_of_one_that_exists(
     assert entry_points.current_watch() is first
 
 
+class FakeEngine(TorchEngine):
+    """An engine that keeps its model alive, as DeepSpeed's does."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.held = model
+
+
+def fake_deepspeed() -> Any:
+    """A module whose `initialize` makes an engine of a model and its optimizer, with monitoring."""
+
+    def initialize(model: Any, optimizer: Any, config: Any = None) -> tuple[Any, ...]:
+        return FakeEngine(model, optimizer), optimizer, None, None
+
+    deepspeed: Any = SimpleNamespace(initialize=initialize)
+    entry_points.wrap_deepspeed(deepspeed)
+    return deepspeed
+
+
+@pytest.mark.parametrize("by", ["zerowatch.initialize", "deepspeed.initialize"])
+def test_each_training_of_a_loop_that_keeps_the_engine_in_one_variable_is_watched(
+    by: str, real_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deepspeed, runs = fake_deepspeed(), []
+    monkeypatch.setattr("deepspeed.initialize", deepspeed.initialize)
+    initialize = zerowatch.initialize if by.startswith("zerowatch") else deepspeed.initialize
+
+    for _ in range(4):
+        model, optimizer = made()
+        engine, *_ = initialize(model=model, optimizer=optimizer, config={"zerowatch": QUIET})
+        for _ in range(3):
+            train_step(model, optimizer)
+        watch = entry_points.current_watch()
+        assert watch is not None and watch.watches(engine)
+        assert getattr(engine, "watch", watch) is watch
+        runs.append(watch.run_id)
+
+    assert len(set(runs)) == 4
+
+
+def test_an_engine_beside_the_watched_one_is_logged_once_and_its_later_steps_cost_nothing(
+    real_process: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    deepspeed, engines = fake_deepspeed(), []
+    for _ in range(2):
+        model, optimizer = made()
+        engines.append(deepspeed.initialize(model, optimizer, {"zerowatch": QUIET})[0])
+    watch = entry_points.current_watch()
+    assert watch is not None
+    silent = caplog.messages == []
+
+    for _ in range(3):
+        train_step(model, optimizer)
+
+    assert silent and watch.is_open and watch.watches(engines[0])
+    assert [watch.run_id in line for line in caplog.messages] == [True]
+    assert entry_points._process.passed_over_hook is None
+
+
+def test_of_several_engines_that_replace_the_watched_one_the_first_is_watched(
+    real_process: None,
+) -> None:
+    deepspeed = fake_deepspeed()
+    for _ in range(2):
+        trained = [made() for _ in range(2)]
+        first = deepspeed.initialize(*trained[0], {"zerowatch": QUIET})[0]
+        second = deepspeed.initialize(*trained[1], {"zerowatch": QUIET})[0]
+        train_step(*trained[1])
+        watch = entry_points.current_watch()
+
+        assert watch is not None and watch.watches(first) and not watch.watches(second)
+
+
+def test_an_engine_that_was_passed_over_is_forgotten_at_the_end_and_by_another_watch(
+    real_process: None,
+) -> None:
+    deepspeed = fake_deepspeed()
+    (model, optimizer), (other, its_optimizer) = made(), made()
+    kept = [deepspeed.initialize(model, optimizer, {"zerowatch": QUIET})[0]]
+    kept.append(deepspeed.initialize(other, its_optimizer, {"zerowatch": QUIET})[0])
+    asked = zerowatch.watch(model, optimizer, QUIET)
+    forgotten = entry_points._process.passed_over == []
+    kept.append(deepspeed.initialize(*made(), {"zerowatch": QUIET})[0])
+    entry_points.close_watch(failed=False)
+
+    assert forgotten and not asked.is_open
+    assert entry_points._process.passed_over == []
+    assert entry_points._process.passed_over_hook is None
+
+
+def test_an_error_while_the_next_engine_is_watched_does_not_reach_the_step(
+    real_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no port")
+
+    deepspeed = fake_deepspeed()
+    for _ in range(2):
+        model, optimizer = made()
+        engine, *_ = deepspeed.initialize(model, optimizer, {"zerowatch": QUIET})
+        for _ in range(2):
+            train_step(model, optimizer)
+        monkeypatch.setattr(entry_points, "_open_watch", fail)
+
+    assert ["'watch' failed" in line for line in caplog.messages] == [True]
+    assert engine.global_steps == 0  # it is not watched
+
+
 def engine_with(config: object) -> Any:
     return SimpleNamespace(global_steps=0, config=config)
 
@@ -688,16 +802,25 @@ def leave_after_an_error() -> None:
         sys.exit(1)
 
 
+class SIGTERMException(SystemExit):
+    """As Lightning's, which it raises in its loop after SIGTERM."""
+
+
+def end_after_sigterm() -> None:
+    raise SIGTERMException
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
         (int, (False, "NoneType")),
+        (end_after_sigterm, (True, "SIGTERMException")),
         (sys.exit, (False, "SystemExit")),
         (partial(sys.exit, 1), (True, "SystemExit")),
         (partial(int, "no number"), (True, "ValueError")),
         (leave_after_an_error, (True, "ValueError")),
     ],
-    ids=["return", "exit", "exit with an error", "error", "exit after an error"],
+    ids=["return", "sigterm", "exit", "exit with an error", "error", "exit after an error"],
 )
 def test_a_child_of_multiprocessing_closes_once_at_its_end(
     end: Callable[[], object], expected: tuple[bool, str]

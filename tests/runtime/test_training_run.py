@@ -137,6 +137,7 @@ def test_a_run_is_made_of_its_parts_with_the_arguments_of_the_caller(parts: Part
         activation_checkpointing="blocks.*",
         tuner="advise",
         numerics="reassociation",
+        loss_decomposable=False,
     )
 
     config = {
@@ -179,6 +180,7 @@ def test_a_run_is_made_of_its_parts_with_the_arguments_of_the_caller(parts: Part
         parts.group,
         parts.data,
     )
+    assert parts.options["create_tuner_session"] == {"loss_decomposable": False}
     assert parts.log == [
         ("warn_of_batch_statistics", parts.module),
         ("prepare_engine", parts.engine),
@@ -195,6 +197,7 @@ def test_the_defaults_of_a_run_switch_nothing_on(parts: Parts) -> None:
 
     assert parts.options["CheckpointManager"] == {"background": False}
     assert parts.options["TrainingData"] == {"balance": False}
+    assert parts.options["create_tuner_session"] == {"loss_decomposable": True}
     assert ("holder.checkpoint_activations", False) in parts.log
     assert ("holder.compress", None) in parts.log
 

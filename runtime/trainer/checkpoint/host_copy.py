@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def host_copy(state: T) -> T:
-    """Return a deep copy of a tree, with its tensors in host memory.
+    """Return a deep copy of a tree, with its tensors in host memory, and without gradients.
 
     Args:
         state: Dicts, lists and tuples of tensors and of any objects that can be copied.
@@ -30,6 +30,9 @@ def host_copy(state: T) -> T:
     kept = list(_plain_tensors(state))  # ids are unique only while the objects live
     for tensor in kept:
         memo[id(tensor)] = _copied(tensor, storages)
+    for tensor in kept:  # torch writes the attributes, such as DeepSpeed's `ds_id`, to the file
+        if vars(tensor):
+            vars(memo[id(tensor)]).update(copy.deepcopy(vars(tensor), memo))
     return copy.deepcopy(state, memo)
 
 
@@ -43,9 +46,9 @@ def host_copy_bytes(state: Any) -> int:
 
 
 def _plain_tensors(node: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors without attributes or a class of their own; deepcopy copies all others."""
+    """Yield the tensors without a class of their own; deepcopy copies all others."""
     if type(node) in (torch.Tensor, torch.nn.Parameter):
-        if node.layout is torch.strided and not node.is_quantized and not vars(node):
+        if node.layout is torch.strided and not node.is_quantized:
             yield node
     elif isinstance(node, Mapping):
         for child in node.values():

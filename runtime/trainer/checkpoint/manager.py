@@ -108,21 +108,29 @@ class CheckpointManager:
         if failure is not None:
             raise failure
 
-    def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
-        """Load the last checkpoint, if there is one, and the plan file if it is newer."""
+    def load(
+        self, folder: str | Path, *, fallback: bool | None, data: bool = True
+    ) -> RunState | None:
+        """Load the last checkpoint, if there is one, and the plan file if it is newer.
+
+        The position in the data is loaded only if all ranks ask for it by `data`.
+        """
         self._wait_for_threads()
         is_writer = is_writer_rank(self._engine_holder.engine)
         with self._owner.loading(Path(folder).absolute()) if is_writer else nullcontext():
-            return self._load(folder, fallback=fallback)
+            return self._load(folder, fallback=fallback, data=data)
 
-    def _load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
+    def _load(self, folder: str | Path, *, fallback: bool | None, data: bool) -> RunState | None:
         holder, runner, group = self._engine_holder, self._window_runner, self._host_group
         own = launcher_may_restart() if fallback is None else fallback
-        allowed = bool(group.all_gather([own]).min())  # if all ranks allow it
+        # If all ranks allow it, or ask for it.
+        allowed, with_position = group.all_gather([own, data]).min(axis=0).astype(bool).tolist()
         checkpoint = find_checkpoint(folder, holder.engine, group, fallback=allowed)
         state = None
         if checkpoint is not None:
             state = checkpoint.state
+            position = (with_position and state.data) or {}
+            self._data.check_state_dict(position)  # first: a load that is refused changes nothing
             holder.restore_changes(checkpoint.manifest.config_changes)
             with holder.optimizer_states_on_device():
                 load_checkpoint(checkpoint, holder.engine, group)
@@ -133,7 +141,7 @@ class CheckpointManager:
             runner.steps, runner.samples = state.steps, state.samples
             runner.exponent = state.weight_exponent
             self._apply_plan(check_plan(state.micro_batch_plan, checkpoint.path))
-            self._data.load_state_dict(state.data or {})
+            self._data.load_state_dict(position)
             if holder.compressor is not None and state.compression is not None:
                 if checkpoint.is_resharded:
                     logger.warning(

@@ -36,6 +36,10 @@ BATCH_MULTIPLES = (1, 2, 4)  # the learning rate rules are not known to hold for
 _ORDER_KEYS = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
 _MAX_SEED = 2**63 - 1  # the largest seed of torch's generators
 _END = object()  # marks the end of a stream
+_OTHERWISE = (
+    "To go on from the start of the data here, pass resume=False to TrainingRun.loader, or "
+    "data=False to TrainingRun.load"
+)
 _MAX_COPY_RATIO = 0.01  # share of the time in which a stream's state is copied
 
 
@@ -201,8 +205,8 @@ class ResumableLoader:
             **self.order_settings,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch that was yielded when the state was saved.
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of the same data, in the same order.
 
         Raises:
             CheckpointError: The state is of other data, or of batches of another size.
@@ -211,9 +215,16 @@ class ResumableLoader:
             if state.get(name) != value:
                 raise CheckpointError(
                     f"the data's position was saved with {name}={state.get(name)}, and here it is "
-                    f"{value}: samples would be lost or repeated. Use the same values, or start "
-                    "without the saved state"
+                    f"{value}: samples would be lost or repeated. Use the same values. {_OTHERWISE}"
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last batch that was yielded when the state was saved.
+
+        Raises:
+            CheckpointError: The state is of other data, or of batches of another size.
+        """
+        self.check_state_dict(state)
         self.close()
         self.position = int(state["position"])
         initial = [[0, 0, 0, self._sampler.batch_samples]]
@@ -344,8 +355,8 @@ class StreamLoader:
             **self._identity,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch that was yielded when the state was saved.
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of this rank's stream.
 
         Raises:
             CheckpointError: The state was saved on another rank, or with another number of ranks or
@@ -356,8 +367,17 @@ class StreamLoader:
                 raise CheckpointError(
                     f"the stream's position was saved with {name}={state.get(name)}, and here it "
                     f"is {value}. A stream can only be resumed unchanged; use a dataset with a "
-                    "length if that may change"
+                    f"length if that may change. {_OTHERWISE}"
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last batch that was yielded when the state was saved.
+
+        Raises:
+            CheckpointError: The state was saved on another rank, or with another number of ranks or
+                workers or another batch size.
+        """
+        self.check_state_dict(state)
         self.close()
         self.position, self.epoch = int(state["position"]), int(state["epoch"])
         # Checkpoints of earlier versions lack the last two.

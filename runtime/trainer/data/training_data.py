@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
-from ....errors import CheckpointError
+from ....errors import CheckpointError, shortened
 from ....metrics.step_record import StepRecord
 from ...common.collective_attempt import raise_on_all_ranks
 from ...common.host_group import HostGroup
@@ -108,15 +108,19 @@ class TrainingData:
         return self._loader.batch_sizes if isinstance(self._loader, ResumableLoader) else ()
 
     def loader(
-        self, dataset: Any, *, batch_samples: int, **options: Any
+        self, dataset: Any, *, batch_samples: int, resume: bool = True, **options: Any
     ) -> ResumableLoader | StreamLoader:
         """Return a new loader of the run's data, at the loaded position if there is one.
+
+        Without `resume` it starts at the beginning, and the loaded position is dropped.
 
         The new loader replaces an earlier loader: position, balancing and batch size are those of
         the new one. A warning is logged if the earlier loader is of another dataset, or within an
         epoch. `options` are the options of `resumable_loader`. All ranks must call this.
 
         Raises:
+            CheckpointError: The loaded position is of other data, or cannot be loaded; on all
+                ranks.
             ValueError: No batches can be made, or the data differs between the ranks.
             PeerFailedError: Another rank cannot make the loader.
         """
@@ -124,6 +128,8 @@ class TrainingData:
         can_split = world_size > 1 and not isinstance(dataset, IterableDataset)
         with FailureCapture() as failure:
             check_batch_samples(batch_samples, world_size)
+            if not isinstance(resume, bool):
+                raise ValueError(f"resume must be True or False, got {shortened(resume)}")
             if not isinstance(dataset, IterableDataset):
                 _check_own_samples(self._engine_holder.engine, world_size)
             # A stream cannot be split; if balancing is requested for one, the loader raises.
@@ -137,7 +143,11 @@ class TrainingData:
                 **options,
             )
         raise_failures(self._host_group, failure.take(), "loader")
-        self._check_same_data(loader, batch_samples)
+        self._check_same_data(loader, batch_samples, resume=resume)
+        if not resume:
+            self._loaded = None
+        elif self._loaded:
+            self._check_position(loader, self._loaded["data"], "The loader before it stays")
         self._warn_of_replacement(dataset)
         self._loader, self._dataset, self._num_used = loader, dataset, loader.position
         self._balancer, self._is_balancing = balancer, self.balances
@@ -211,6 +221,17 @@ class TrainingData:
             "batch_samples": self.batch_samples,
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a saved position is of the loader's data, if there is a loader.
+
+        All ranks must call this.
+
+        Raises:
+            CheckpointError: The position was saved with other data; raised on all ranks.
+        """
+        if self._loader is not None and state:
+            self._check_position(self._loader, state["data"], "Nothing was loaded")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the loader to a saved position, now or when the loader is made.
 
@@ -254,7 +275,9 @@ class TrainingData:
                 "the data of an evaluation, use torch's DataLoader instead"
             )
 
-    def _check_same_data(self, loader: ResumableLoader | StreamLoader, batch_samples: int) -> None:
+    def _check_same_data(
+        self, loader: ResumableLoader | StreamLoader, batch_samples: int, *, resume: bool
+    ) -> None:
         """Raise an error on all ranks if the loaders of the ranks differ.
 
         Samples are not compared, because reading samples may be slow, draw random numbers, or open
@@ -265,6 +288,7 @@ class TrainingData:
             "dataset": "one with a length" if has_length else "an IterableDataset",
             "batch_samples": batch_samples,
             "balance": self.balances,
+            "resume": resume,
             **(loader.order_settings if isinstance(loader, ResumableLoader) else {}),
         }
         differences = rank_differences(self._host_group, values)
@@ -274,6 +298,12 @@ class TrainingData:
                 "repeated; pass the same dataset and options on every rank, as the loader divides "
                 "each batch among them"
             )
+
+    def _check_position(
+        self, loader: ResumableLoader | StreamLoader, position: Mapping[str, Any], state: str
+    ) -> None:
+        with raise_on_all_ranks(self._host_group, "load the position in the data", state):
+            loader.check_state_dict(position)
 
     def _load_position(
         self, loader: ResumableLoader | StreamLoader, state: Mapping[str, Any]

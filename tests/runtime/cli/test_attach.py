@@ -90,6 +90,15 @@ def test_only_a_script_that_ends_by_an_error_is_closed_as_failed(tmp_path, endin
     assert finished.stdout == ("closed as failed\n" if failed else "")
 
 
+def test_a_script_that_lightning_ends_after_sigterm_is_closed_as_failed(tmp_path):
+    ending = "class SIGTERMException(SystemExit): ...\nraise SIGTERMException\n"
+    (tmp_path / "train.py").write_text(STAND_IN + ending)
+
+    finished = monitored("train.py", cwd=tmp_path)
+
+    assert (finished.returncode, finished.stdout) == (0, "closed as failed\n")
+
+
 @pytest.fixture
 def package(tmp_path):
     """A folder with the package `job`, which prints its globals."""

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from zerowatch.runtime.common import interrupts
-from zerowatch.runtime.common.interrupts import ended_by_next_interrupt, is_interrupt
+from zerowatch.runtime.common.interrupts import (
+    ended_by_next_interrupt,
+    is_error_exit,
+    is_interrupt,
+)
+
+
+class SIGTERMException(SystemExit):
+    """As Lightning's, which it raises in its loop after SIGTERM."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +37,24 @@ def error_of(error: type[BaseException], *arguments: object, cause: BaseExceptio
             raise error(*arguments)
     except BaseException as raised:
         return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (SystemExit(1), True),
+        (SystemExit("no more data"), True),
+        (SIGTERMException(), True),
+        (SystemExit(), False),
+        (SystemExit(0), False),
+        (ValueError(), False),
+        (None, False),
+    ],
+)
+def test_an_exit_with_a_status_or_after_sigterm_is_an_error(
+    error: BaseException | None, expected: bool
+) -> None:
+    assert is_error_exit(error) is expected
 
 
 @pytest.mark.parametrize(

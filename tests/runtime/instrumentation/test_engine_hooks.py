@@ -235,6 +235,121 @@ def test_a_forward_pass_without_gradients_is_an_evaluation(run: Run, is_evaluati
     assert run.events == []
 
 
+def test_an_engine_that_trains_in_evaluation_mode_has_its_samples_loss_and_forward_time(
+    run: Run,
+) -> None:
+    run.engine.module.eval()
+
+    for _ in range(3):
+        for loss in (2.0, 3.0):
+            run.engine.forward(torch.ones(4, 10))
+            run.engine.backward(torch.tensor(loss))
+        run.engine.step()
+
+    records = [(each.samples, each.micro_batches) for each in run.steps]
+    assert records == [(8, 2)] * 3
+    assert run.steps[0].losses == [2.0, 3.0]
+    seconds = run.seconds()
+    assert (seconds["eval"], seconds["forward"]) == (2, 5 * 2)  # the first pass is not known
+
+
+def test_a_forward_pass_in_evaluation_mode_without_a_backward_pass_does_not_count(
+    run: Run,
+) -> None:
+    module = run.engine.module
+    for _ in range(2):
+        run.engine.forward(torch.ones(4, 10))
+        run.engine.backward(torch.tensor(2.0))
+        module.eval()
+        run.engine.forward(torch.ones(64, 10))
+        module.train()
+        run.engine.forward(torch.ones(4, 10))
+        module.eval()
+        run.engine.forward(torch.ones(64, 10))
+        module.train()
+        run.engine.backward(torch.tensor(2.0))
+        run.engine.step()
+
+    assert [each.samples for each in run.steps] == [8, 8]
+    assert run.seconds()["eval"] == 4 * 2
+
+
+def test_after_a_step_without_a_backward_pass_the_mode_shows_no_training(run: Run) -> None:
+    run.engine.module.eval()
+    run.engine.by_script = True
+    for _ in range(2):
+        run.engine.forward(torch.ones(4, 10))
+        run.engine.backward(torch.tensor(2.0))
+        run.engine.step()
+    run.engine.forward(torch.ones(4, 10))
+    run.engine.step()
+    is_known = "forward" in run.seconds()
+
+    run.engine.forward(torch.ones(4, 10))
+
+    assert is_known and run.seconds() == {"eval": 2}
+
+
+def test_an_evaluation_within_a_step_in_evaluation_mode_leaves_the_mode_known(run: Run) -> None:
+    run.engine.module.eval()
+    run.engine.by_script = True
+    run.seconds()
+    for _ in range(3):
+        run.engine.forward(torch.ones(4, 10))
+        with torch.no_grad():
+            run.engine.forward(torch.ones(64, 10))
+        run.engine.backward(torch.tensor(2.0))
+        run.engine.step()
+
+    assert [each.samples for each in run.steps] == [4, 4, 4]
+    seconds = run.seconds()
+    assert (seconds["eval"], seconds["forward"]) == (4 * 2, 2 * 2)  # the first pass is not known
+
+
+def test_a_validation_with_gradients_does_not_count_after_training_in_either_mode(
+    run: Run,
+) -> None:
+    module = run.engine.module
+    run.engine.by_script = True
+    for is_training in (False, False, True, True, False, False):
+        module.train(is_training)
+        run.engine.forward(torch.ones(4, 10))
+        run.engine.backward(torch.tensor(2.0))
+        run.engine.step()
+        module.eval()
+        for _ in range(3):
+            run.engine.forward(torch.ones(64, 10))
+
+    assert [each.samples for each in run.steps] == [4] * 6
+
+
+def test_several_forward_passes_in_evaluation_mode_are_one_micro_batch(run: Run) -> None:
+    run.engine.module.eval()
+    run.engine.by_script = True
+    for _ in range(4):
+        for _ in range(3):
+            run.engine.forward(torch.ones(4, 10))
+        run.engine.backward(torch.tensor(2.0))
+        run.engine.step()
+
+    assert [each.samples for each in run.steps] == [4, 4, 12, 12]  # not more passes than before
+
+
+def test_the_samples_of_a_forward_pass_in_evaluation_mode_that_raises_do_not_count(
+    run: Run,
+) -> None:
+    run.engine.module.eval()
+    run.engine.by_script = True
+    run.engine.error = RuntimeError("bad batch")
+    with pytest.raises(RuntimeError, match="bad batch"):
+        run.engine.forward(torch.ones(64, 10))
+    run.engine.error = None
+    run.engine.backward(torch.tensor(2.0))
+    run.engine.step()
+
+    assert [each.samples for each in run.steps] == [None]
+
+
 def test_several_forward_passes_before_one_backward_pass_are_one_micro_batch(run: Run) -> None:
     for _ in range(2):
         run.engine.forward(torch.zeros(2, 7, dtype=torch.long))

@@ -276,6 +276,134 @@ def test_evaluation_and_another_model_are_no_micro_batches() -> None:
     assert record.phase_seconds["eval"] > 0
 
 
+def records_in_evaluation_mode(step: Step, num_steps: int = 3) -> list[StepRecord]:
+    model, optimizer = make()
+    model.eval()
+    with records_of(model, optimizer) as end:
+        for _ in range(num_steps):
+            step(model, optimizer)
+        return end()
+
+
+def test_a_model_that_trains_in_evaluation_mode_has_its_samples_loss_and_forward_time() -> None:
+    records = records_in_evaluation_mode(train_step)
+
+    assert [(each.samples, each.micro_batches) for each in records] == [(SAMPLES, 1)] * 3
+    assert all(each.loss is not None for each in records)
+    assert "forward" in records[1].phase_seconds and "eval" not in records[1].phase_seconds
+
+
+def test_a_model_in_evaluation_mode_beside_another_that_trains_is_not_counted() -> None:
+    other = nn.Linear(1, 1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        other(model(torch.ones(SAMPLES, WIDTH)).detach()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    records = records_in_evaluation_mode(step)
+
+    assert [(each.samples, each.loss) for each in records] == [(None, None)] * 3
+    assert all("eval" in each.phase_seconds for each in records)
+
+
+def test_a_model_that_trains_in_training_mode_is_not_counted_in_evaluation_mode() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.train()
+        train_step(model, optimizer)
+        model.eval()
+        model(torch.ones(64, WIDTH))  # a validation with gradients
+        model(torch.ones(64, WIDTH)).sum().backward()  # an attack
+        optimizer.zero_grad()
+
+    records = records_in_evaluation_mode(step)
+
+    assert [(each.samples, each.micro_batches) for each in records] == [(SAMPLES, 1)] * 3
+
+
+def test_only_the_last_forward_pass_in_evaluation_mode_counts_until_it_is_known_to_train() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(64, WIDTH))
+        with torch.no_grad():
+            model(torch.ones(64, WIDTH))
+        train_step(model, optimizer)
+
+    records = records_in_evaluation_mode(step, num_steps=1)
+
+    assert [each.samples for each in records] == [SAMPLES]
+
+
+def test_an_evaluation_within_a_step_in_evaluation_mode_leaves_the_mode_known() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss = model(torch.ones(SAMPLES, WIDTH)).sum()
+        with torch.no_grad():
+            model(torch.ones(64, WIDTH))
+        loss.backward()
+        optimizer.step()
+
+    records = records_in_evaluation_mode(step, num_steps=4)
+
+    assert [each.samples for each in records] == [SAMPLES] * 4
+    assert all("forward" in each.phase_seconds for each in records[1:])
+
+
+def test_a_validation_with_gradients_does_not_count_after_training_in_either_mode() -> None:
+    modes = iter((False, False, True, True, True, False, False))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.train(next(modes))
+        train_step(model, optimizer)
+        model.eval()
+        for _ in range(3):
+            model(torch.ones(64, WIDTH))
+
+    records = records_in_evaluation_mode(step, num_steps=7)
+
+    # Whether the sixth step trains is known only at its end.
+    assert [each.samples for each in records] == [*[SAMPLES] * 5, None, SAMPLES]
+
+
+def test_several_forward_passes_in_evaluation_mode_are_one_micro_batch() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.stack([model(torch.ones(SAMPLES, WIDTH)) for _ in range(3)]).sum().backward()
+        optimizer.step()
+
+    records = records_in_evaluation_mode(step, num_steps=4)
+
+    # Not more passes than in the micro-batch before.
+    assert [each.samples for each in records] == [SAMPLES, SAMPLES, 3 * SAMPLES, 3 * SAMPLES]
+
+
+def test_a_backward_pass_in_evaluation_mode_that_raises_does_not_change_the_next_one() -> None:
+    model, optimizer = make()
+    batch, other = torch.ones(SAMPLES, WIDTH), torch.ones(64, WIDTH)
+    model.eval()
+    with records_of(model, optimizer) as end:
+        with pytest.raises(RuntimeError):
+            model(batch).sum().backward(torch.ones(3))
+        model.train()
+        loss = model(batch).sum()
+        model.eval()
+        model(other)
+        loss.backward()
+        optimizer.step()
+        (record,) = end()
+
+    assert (record.samples, record.micro_batches) == (SAMPLES, 1)
+
+
+def test_a_model_that_goes_on_in_evaluation_mode_is_counted_after_a_step() -> None:
+    model, optimizer = make()
+    with records_of(model, optimizer) as end:
+        train_step(model, optimizer)
+        model.eval()
+        for _ in range(3):
+            train_step(model, optimizer)
+        records = end()
+
+    assert [each.samples for each in records] == [SAMPLES, None, SAMPLES, SAMPLES]
+
+
 class LightningModule(nn.Module):
     """A model whose trainer calls `training_step`, as Lightning does on one device."""
 

@@ -95,7 +95,20 @@ def test_the_sinks_are_added_as_soon_as_there_is_a_watch(
     assert watch.sinks == [3]
 
 
-@pytest.mark.parametrize(("error", "failed"), [(ValueError(), True), (KeyboardInterrupt(), False)])
+class SIGTERMException(SystemExit):
+    """As Lightning's, which it raises in its loop after SIGTERM."""
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (ValueError(), True),
+        (SIGTERMException(), True),
+        (SystemExit(3), True),
+        (SystemExit(0), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
 def test_a_fit_that_ends_by_an_error_has_failed_and_by_an_interrupt_has_not(
     error: BaseException, failed: bool, lightning: Any, watch: FrameworkWatch
 ) -> None:

@@ -26,6 +26,7 @@ def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         ({"model": torch.nn.Linear}, TypeError, ("model", "torch.nn.Module", "Linear")),
         ({"loss": "mse"}, TypeError, ("loss", "loss(model, micro_batch)", "'mse'")),
         ({"balance": "yes"}, TypeError, ("balance", "True or False", "'yes'")),
+        ({"loss_decomposable": 1}, TypeError, ("loss_decomposable", "True or False", "1")),
         ({"compression": "bf8"}, ValueError, ("compression", "bf16, fp16, int8, fp8", "'bf8'")),
         ({"activation_checkpointing": 7}, TypeError, ("activation_checkpointing", "class", "7")),
         ({"settings": "port=3"}, zerowatch.SettingsError, ("settings", "'port=3'")),

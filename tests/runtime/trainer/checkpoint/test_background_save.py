@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,31 @@ def test_a_copy_shares_storages_as_the_original_does() -> None:
     storages = {each.untyped_storage().data_ptr() for each in (copied["a"], *copied["b"])}
     assert storages == {copied["c"].untyped_storage().data_ptr()}
     assert isinstance(copied["c"], torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_a_tensor_with_attributes_is_copied_as_any_other_and_without_its_gradient(
+    kind: type[torch.Tensor],
+) -> None:
+    base = torch.arange(12.0)
+    flat = base[2:6].requires_grad_() if kind is torch.Tensor else torch.nn.Parameter(base[2:6])
+    flat.grad = torch.ones(4)  # as with `offload_optimizer`
+    flat.ds_id = "0_7"  # type: ignore[attr-defined]  # as DeepSpeed's ZeRO 3
+    flat.beside = [base]  # type: ignore[attr-defined]
+    tree = {"a": flat, "b": base, "c": [flat]}
+    waited, beside = BytesIO(), BytesIO()
+    torch.save(tree, waited)
+
+    copied = host_copy(tree)
+    torch.save(copied, beside)
+    base.zero_()
+
+    assert host_copy_bytes(tree) == host_copy_bytes([flat]) == 12 * 4
+    a, b = copied["a"], copied["b"]
+    assert (a.ds_id, a.tolist(), a.requires_grad, a.grad) == ("0_7", [2, 3, 4, 5], True, None)
+    assert type(a) is kind and copied["c"][0] is a and a.beside[0] is b
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    assert beside.getvalue() == waited.getvalue()
 
 
 def test_a_copy_is_on_the_host_if_the_script_has_another_default_device() -> None:

@@ -61,6 +61,16 @@ def test_a_save_in_the_background_writes_the_same_files(ranks: list[dict], name:
     assert all(rank[name]["same files"] for rank in ranks)
 
 
+@pytest.mark.parametrize("name", tiers(ENGINES, quick=QUICK))
+def test_a_save_in_the_background_counts_what_it_copies_to_the_host_and_no_gradients(
+    ranks: list[dict], name: str
+) -> None:
+    for rank in ranks:
+        copied = rank[name]["copied"]
+        assert copied["counted"] == copied["copied"] > 0
+        assert (copied["gradients"], copied["elsewhere"]) == (0, 0)
+
+
 def test_loading_before_the_first_checkpoint_returns_none_and_save_returns_a_folder(
     ranks: list[dict],
 ) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup
 
 from zerowatch.errors import CheckpointError
@@ -14,9 +17,11 @@ from zerowatch.runtime.trainer.checkpoint import save as save_module
 from zerowatch.runtime.trainer.checkpoint.folder import MANIFEST, CheckpointFolder
 from zerowatch.runtime.trainer.checkpoint.folder_owner import FolderOwner
 from zerowatch.runtime.trainer.checkpoint.manager import CheckpointManager
+from zerowatch.runtime.trainer.checkpoint.plan_file import MicroBatchPlan
 from zerowatch.runtime.trainer.checkpoint.run_state import RunState
 from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchLimits
+from zerowatch.runtime.trainer.window.rng import RngState
 
 ALONE = SingleRankHostGroup()
 PLACES = (
@@ -26,7 +31,13 @@ PLACES = (
 )
 
 
-def manager_of(engine: PlainEngine) -> CheckpointManager:
+def trained() -> PlainEngine:
+    engine = PlainEngine()
+    engine.step()
+    return engine
+
+
+def manager_of(engine: PlainEngine, data: Any = None) -> CheckpointManager:
     engine.watch = SimpleNamespace(run_id="second", saving_checkpoint=nullcontext)
     holder = SimpleNamespace(
         engine=engine,
@@ -35,6 +46,7 @@ def manager_of(engine: PlainEngine) -> CheckpointManager:
         config_changes={},
         compressor=None,
         optimizer_states_on_device=nullcontext,
+        restore_changes=lambda changes: None,
     )
     planner = SimpleNamespace(limits=MicroBatchLimits())
     runner = SimpleNamespace(
@@ -45,7 +57,7 @@ def manager_of(engine: PlainEngine) -> CheckpointManager:
         replay=SimpleNamespace(planner=planner),
         on_fatal_oom=[],
     )
-    data = SimpleNamespace(state_dict=dict)
+    data = data or SimpleNamespace(state_dict=dict)
     return CheckpointManager(holder, runner, data, ALONE, background=False)
 
 
@@ -66,6 +78,37 @@ def test_after_a_load_that_was_refused_the_checkpoints_of_the_other_run_are_kept
         manager.save(tmp_path, None, 1, background=False)
 
     assert CheckpointFolder(tmp_path).names() == before
+
+
+def test_a_checkpoint_of_other_data_is_refused_before_anything_is_loaded_or_loads_without_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = asdict(MicroBatchPlan(micro_batch_samples=4, sizing=MicroBatchLimits()))
+    rng, position = asdict(RngState.capture()), {"data": {"position": 2}}
+    state = RunState(steps=3, samples=24, config={}, micro_batch_plan=plan, rng=rng, data=position)
+    save_checkpoint(tmp_path, trained(), ALONE, state)
+    engine, loaded_positions = PlainEngine(), list[object]()
+
+    def refuse(position: object) -> None:
+        if position:
+            raise CheckpointError("of other data")
+
+    data = SimpleNamespace(
+        state_dict=dict, check_state_dict=refuse, load_state_dict=loaded_positions.append
+    )
+    manager = manager_of(engine, data)
+    monkeypatch.setattr(manager._plan_file, "read", lambda group: None)
+    weights = engine.module.weight.data.clone()
+
+    with pytest.raises(CheckpointError, match="of other data"):
+        manager.load(tmp_path, fallback=False)
+    refused = torch.equal(engine.module.weight.data, weights), manager._window_runner.steps
+    loaded = manager.load(tmp_path, fallback=False, data=False)
+
+    assert refused == (True, 5)
+    assert loaded is not None and manager._window_runner.steps == 3
+    assert not torch.equal(engine.module.weight.data, weights)
+    assert loaded_positions == [{}]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -324,6 +325,55 @@ def test_a_position_that_another_loader_cannot_load_is_kept_for_the_next_loader(
     assert data.loader(SAMPLES, batch_samples=12).position == 3
 
 
+def test_a_loader_without_resume_drops_the_loaded_position_and_takes_other_data() -> None:
+    data = data_of()
+    data.load_state_dict(saved_state())
+
+    with pytest.raises(CheckpointError, match="pass resume=False to TrainingRun"):
+        data.loader(SAMPLES * 2, batch_samples=12)
+    loader = data.loader(SAMPLES * 2, batch_samples=12, resume=False)
+
+    assert (loader.position, data.state_dict()["data"]["num_samples"]) == (0, 480)
+    with pytest.raises(ValueError, match="resume must be True or False, got 0"):
+        data.loader(SAMPLES, batch_samples=12, resume=0)
+
+
+@pytest.mark.parametrize(("samples", "is_same"), [(SAMPLES, True), (SAMPLES * 2, False)])
+def test_a_position_of_other_data_is_refused_before_it_is_loaded(
+    samples: list[int], is_same: bool
+) -> None:
+    data, without_loader = data_of(), data_of()
+    loader = data.loader(samples, batch_samples=12)
+    next(iter(loader))
+
+    with nullcontext() if is_same else pytest.raises(CheckpointError, match="num_samples=240"):
+        data.check_state_dict(saved_state())
+    without_loader.check_state_dict(saved_state())
+    data.check_state_dict({})
+
+    assert loader.position == 1
+
+
+def test_a_loader_that_does_not_fit_the_loaded_position_leaves_the_one_before_it() -> None:
+    data = data_of()
+    first = data.loader(SAMPLES, batch_samples=12)
+    data._loaded = saved_state()
+
+    with pytest.raises(CheckpointError, match="num_samples=240"):
+        data.loader(SAMPLES * 2, batch_samples=24)
+
+    assert (data._loader, data.batch_samples) == (first, 12)
+
+
+def test_a_stream_of_another_size_names_how_to_start_without_the_position() -> None:
+    saved, data = data_of(), data_of()
+    saved.loader(Stream(), batch_samples=12)
+    data.loader(Stream(), batch_samples=24)
+
+    with pytest.raises(CheckpointError, match="data=False to TrainingRun"):
+        data.check_state_dict(saved.state_dict())
+
+
 def test_a_loaded_position_that_no_loader_has_yet_is_saved_again() -> None:
     data, state = data_of(), saved_state()
     data.load_state_dict(state)
@@ -599,6 +649,7 @@ def test_records_without_a_loader_are_ignored() -> None:
         ({"seed": 3}, "seed is 0 on rank 0 and 3 on rank 1"),
         ({"drop_last": False}, "drop_last is True on rank 0 and False on rank 1"),
         ({"balance": True}, "balance is False on rank 0 and True on rank 1"),
+        ({"resume": False}, "resume is True on rank 0 and False on rank 1"),
     ],
 )
 def test_loaders_that_differ_between_the_ranks_raise_on_all(

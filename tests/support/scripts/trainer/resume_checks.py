@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,8 @@ from torch.utils.data import IterableDataset
 
 import zerowatch
 from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.checkpoint import snapshot
+from zerowatch.runtime.trainer.checkpoint.host_copy import host_copy, host_copy_bytes
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -179,8 +182,9 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     train(run, batches, STEPS // 2)
     path = run.save(saves, client_state=batches.position)
     copied = saves.with_name(f"{saves.name}-background")
-    run.save(copied, client_state=batches.position, background=True)
-    found = {"saved": path.name, "begun": begun}
+    with copies() as states:
+        run.save(copied, client_state=batches.position, background=True)
+    found = {"saved": path.name, "begun": begun, "copied": bytes_of(states)}
     found["through"] = outcome(run, train(run, batches, STEPS))
     run.wait_for_save()
     found["same files"] = content(saves) == content(copied)
@@ -191,6 +195,45 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     found["new engine"] = resume(run, saves)
     end(run)
     return found
+
+
+@contextmanager
+def copies() -> Iterator[list[tuple[Any, Any]]]:
+    """Record the states that are copied to host memory, and their copies."""
+    states: list[tuple[Any, Any]] = []
+
+    def recorded(state: Any) -> Any:
+        states.append((state, host_copy(state)))
+        return states[-1][1]
+
+    with mock.patch.object(snapshot, "host_copy", recorded):
+        yield states
+
+
+def bytes_of(states: list[tuple[Any, Any]]) -> dict[str, int]:
+    """Return the bytes that were counted and copied, and how many copies have a gradient."""
+    copied = [list(tensors_in(copy)) for _, copy in states]
+    return {
+        "counted": sum(host_copy_bytes(state) for state, _ in states),
+        "copied": sum(
+            sum({each.data_ptr(): each.nbytes() for each in map(storage_of, tensors)}.values())
+            for tensors in copied
+        ),
+        "gradients": sum(each.is_leaf and each.grad is not None for each in chain(*copied)),
+        "elsewhere": sum(each.device.type != "cpu" for each in chain(*copied)),
+    }
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def tensors_in(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, dict | list | tuple):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from tensors_in(child)
 
 
 def content(saves: Path) -> dict[str, bytes]:
