@@ -1402,7 +1402,8 @@ read_payload(RecordedFunction *self, PyObject *tensor, long long *num_bytes, PyO
 static int
 is_off(PyObject *function)
 {
-    return PyObject_TypeCheck(function, &Hook_Type) && ((Hook *)function)->is_off;
+    return function != NULL && PyObject_TypeCheck(function, &Hook_Type) &&
+           ((Hook *)function)->is_off;
 }
 
 /* Returns the clock of the phases, borrowed, or NULL if only Python code can read the same clock. It
@@ -3219,7 +3220,7 @@ learning_rate_of(StepCollectorFields *self, PyObject *engine)
 static PyObject *
 trace_of(StepCollectorFields *self)
 {
-    int is_loaded = PyDict_Contains(self->modules, s_opentelemetry);
+    int is_loaded = PySequence_Contains(self->modules, s_opentelemetry);
     if (is_loaded < 0)
         return NULL;
     return is_loaded ? PyObject_CallNoArgs(self->trace) : Py_NewRef(Py_None);
@@ -3284,11 +3285,13 @@ begin_next_step(StepCollectorFields *self, PyObject *number)
 static PyObject *
 StepCollectorFields_on_step_end(StepCollectorFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2 || !is_common_step(self)) {
-        PyObject *all[] = {(PyObject *)self, num_args > 0 ? args[0] : NULL,
-                           num_args > 1 ? args[1] : NULL};
-        Py_ssize_t num_all = num_args < 2 ? num_args + 1 : 3;
-        return PyObject_VectorcallMethod(s_collect_in_python, all, (size_t)num_all, NULL);
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected an engine and the counts of its step");
+        return NULL;
+    }
+    if (!is_common_step(self)) {
+        PyObject *all[] = {(PyObject *)self, args[0], args[1]};
+        return PyObject_VectorcallMethod(s_collect_in_python, all, 3, NULL);
     }
     PyObject *number = NULL, *result = NULL, *step = make_step(self, args[0], args[1]);
     if (step != NULL)
@@ -3475,10 +3478,11 @@ are_counts_known(EngineHookFields *self)
     if (self->counts == NULL || !has_slots(&self->counts_type, Py_TYPE(self->counts),
                                            self->in_counts, names_in_counts, NUM_C_SLOTS))
         return 0;
-    PyObject *micro_batches = *slot_at(self->counts, self->in_counts[C_MICRO_BATCHES]);
-    PyObject *losses = *slot_at(self->counts, self->in_counts[C_LOSSES]);
-    return micro_batches != NULL && PyLong_CheckExact(micro_batches) && losses != NULL &&
-           PyList_CheckExact(losses);
+    for (int slot = 0; slot < NUM_C_SLOTS; slot++)
+        if (*slot_at(self->counts, self->in_counts[slot]) == NULL)
+            return 0;
+    return PyLong_CheckExact(*slot_at(self->counts, self->in_counts[C_MICRO_BATCHES])) &&
+           PyList_CheckExact(*slot_at(self->counts, self->in_counts[C_LOSSES]));
 }
 
 /* Returns the shape of a batch on which the model trains; NULL if Python code must read it. */
@@ -3497,7 +3501,8 @@ trained_shape(EngineHookFields *self, PyObject *const *both)
     return enabled == Py_True ? PyObject_Vectorcall(self->read_shape, both, 2, NULL) : NULL;
 }
 
-/* Whether the batch has a shape that was assessed by the present forecasts. Notes its number. */
+/* Whether the batch has a shape that was assessed by the present forecasts. Notes its number. Returns
+ * -1 after an interrupt. */
 static int
 is_known_batch(EngineHookFields *self, PyObject *shape, long number)
 {
@@ -3507,8 +3512,9 @@ is_known_batch(EngineHookFields *self, PyObject *shape, long number)
         return 0;
     PyObject *risks = PyObject_GetAttr(memory->forecasts, s_known_risks);
     Py_XDECREF(risks); /* only compared */
-    if (risks == NULL)
-        PyErr_Clear();
+    if (is_interrupt())
+        return -1;
+    PyErr_Clear(); /* Python code will raise it again where it is counted */
     memory->micro_batch = number;
     return risks != NULL && risks == memory->known_risks;
 }
@@ -3523,10 +3529,10 @@ EngineHookFields_begin_forward(EngineHookFields *self, PyObject *const *args, Py
     PhaseClock *clock = clock_of(self->phase_timer);
     int is_common = clock != NULL && !self->plain_backward && self->is_grad_enabled != NULL &&
                     self->read_shape != NULL && self->on_batch_start != NULL &&
-                    self->shapes != NULL && PyList_CheckExact(self->shapes) &&
-                    are_counts_known(self);
+                    self->shapes != NULL && PyList_CheckExact(self->shapes);
     PyObject *shape = is_common ? trained_shape(self, args) : NULL;
-    if (shape == NULL) {
+    if (shape == NULL || !are_counts_known(self)) { /* after code of the module, which may be any */
+        Py_XDECREF(shape);
         if (is_interrupt())
             return NULL;
         PyErr_Clear();
@@ -3535,9 +3541,10 @@ EngineHookFields_begin_forward(EngineHookFields *self, PyObject *const *args, Py
     long number = PyLong_AsLong(*slot_at(self->counts, self->in_counts[C_MICRO_BATCHES])) + 1;
     PyObject *result = NULL;
     if (PyList_Append(self->shapes, shape) == 0 && enter_phase(clock, FORWARD) == 0) {
-        if (is_known_batch(self, shape, number))
+        int is_known = is_known_batch(self, shape, number);
+        if (is_known > 0)
             result = Py_NewRef(Py_None);
-        else
+        else if (is_known == 0)
             result = PyObject_CallFunction(self->on_batch_start, "Ol", shape, number);
     }
     Py_DECREF(shape);

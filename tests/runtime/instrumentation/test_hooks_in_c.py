@@ -12,6 +12,7 @@ import math
 import random
 import sys
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
@@ -22,6 +23,7 @@ import pytest
 import torch
 from torch import nn
 
+from zerowatch.metrics.exporters.trace_context import OPENTELEMETRY
 from zerowatch.metrics.settings import SamplingSettings
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.call_recorder import CallRecorder
@@ -31,7 +33,7 @@ from zerowatch.runtime.common.hot_path import MemoryHookFields
 from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.instrumentation.batch_shape import BatchShape
 from zerowatch.runtime.instrumentation.engine_hooks import EngineHooks
-from zerowatch.runtime.instrumentation.raw_step import RawStep
+from zerowatch.runtime.instrumentation.raw_step import RawStep, StepCounts
 from zerowatch.runtime.instrumentation.step_collector import StepCollector
 from zerowatch.runtime.monitor.watch_thread import MAX_PENDING, WAKING_ITEMS, WatchThread
 
@@ -426,7 +428,9 @@ def test_hooks_are_freed_with_their_engine() -> None:
     assert [each() for each in freed] == [None] * 3
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step", "norm", "rate", "enqueue"])
+@pytest.mark.parametrize(
+    "where", ["forward", "risks", "backward", "step", "norm", "rate", "enqueue"]
+)
 def test_an_interrupt_in_a_hook_reaches_the_script(rank: Rank, where: str) -> None:
     def interrupt(*args: Any) -> Any:
         raise KeyboardInterrupt
@@ -435,6 +439,8 @@ def test_an_interrupt_in_a_hook_reaches_the_script(rank: Rank, where: str) -> No
     match where:
         case "forward":
             rank.hooks._read_shape = interrupt
+        case "risks":
+            rank.memory._forecasts = Interrupting()
         case "backward":
             rank.hooks._read_loss, rank.hooks._read_value = interrupt, None
         case "step":
@@ -452,9 +458,18 @@ def test_an_interrupt_in_a_hook_reaches_the_script(rank: Rank, where: str) -> No
 
 
 class Interrupting:
+    num_reads = 0
+
     @property
     def param_groups(self) -> Any:
         raise KeyboardInterrupt
+
+    @property
+    def known_risks(self) -> Any:
+        self.num_reads += 1
+        if self.num_reads == 1:
+            raise KeyboardInterrupt
+        return {}
 
 
 def test_a_failure_counts_under_its_own_name(rank: Rank) -> None:
@@ -473,6 +488,8 @@ def test_a_failure_counts_under_its_own_name(rank: Rank) -> None:
 
 
 def test_fields_without_a_value_are_no_crash() -> None:
+    arguments: list[tuple[Any, ...]] = [(), (None,), (None, None), ((), {}), ((), True)]
+    arguments.append((torch.zeros(1), True))
     for kind, names in (
         (hot_path.EngineHookFields, TWINS[EngineHooks]),
         (hot_path.StepCollectorFields, TWINS[StepCollector]),
@@ -480,6 +497,34 @@ def test_fields_without_a_value_are_no_crash() -> None:
         (hot_path.InboxFields, TWINS[WatchThread]),
     ):
         for name in names:
-            for args in ((), (None,), (None, None), ((), {}), ((), True), (torch.zeros(1), True)):
+            for args in arguments:
                 with pytest.raises((AttributeError, TypeError)):
                     getattr(kind(), name)(*args)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(StepCounts)])
+def test_counts_without_a_value_are_no_crash(rank: Rank, name: str) -> None:
+    train(rank)
+    delattr(rank.hooks._counts, name)
+
+    train(rank, 2)
+    rank.thread._is_logged = False
+    train(rank)
+
+
+def test_modules_may_be_of_any_class(rank: Rank) -> None:
+    rank.collector._modules = UserDict({OPENTELEMETRY: None})
+    rank.collector._trace = lambda: {"trace_id": "1"}
+
+    train(rank)
+
+    assert [each.trace for each in rank.steps] == [{"trace_id": "1"}]
+    assert not rank.fail_open.failures
+
+
+def test_the_step_takes_an_engine_and_counts(rank: Rank) -> None:
+    end: Any = rank.collector.on_step_end
+    arguments = [rank.engine, StepCounts(), None]
+    for args in (arguments[:0], arguments[:1], arguments):
+        with pytest.raises(TypeError):
+            end(*args)
