@@ -340,7 +340,7 @@ def test_a_loader_gets_all_options_and_ends_the_trial_of_the_tuner(
     assert run.loader(dataset, batch_samples=12, seed=3) is made
     assert parts.log == [
         ("tuner.pause_trial",),
-        ((dataset,), {"batch_samples": 12, "seed": 3}),
+        ((dataset,), {"batch_samples": 12, "resume": True, "seed": 3}),
         ("tuner.on_user_change",),
     ]
 
@@ -469,7 +469,7 @@ def test_a_loaded_checkpoint_has_its_step_and_the_callers_state(
     assert run.client_state == client_state
     assert parts.log == [
         ("tuner.pause_trial",),
-        (("checkpoints",), {"fallback": True}),
+        (("checkpoints",), {"fallback": True, "data": True}),
         ("tuner.on_user_change",),
     ]
 

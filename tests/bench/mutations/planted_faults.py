@@ -244,8 +244,8 @@ FAULTS = (
     PlantedFault(
         file="runtime/sinks/tensorboard_sink.py",
         kind="dropped call",
-        old="        self._writer.close()\n",
-        new="",
+        old="            self._writer.close()\n",
+        new="            pass\n",
         effect="TensorBoard may lack the values of the last ten seconds of a run",
     ),
     PlantedFault(

@@ -582,7 +582,6 @@ def test_a_trace_leaves_the_attention_of_torch_as_it_was(model):
         trace_activations(model(0.1), None, samples=1, tokens=8)
 
     ones = torch.ones(1, 1, 8, 8, requires_grad=True, device="cpu")
-    torch.manual_seed(0)
     dropped = torch.nn.functional.scaled_dot_product_attention(ones, ones, ones, dropout_p=0.5)
     assert not dropped.allclose(ones)
 
