@@ -7,6 +7,7 @@ ask whether the run is training, and keep firing for an hour.
 
 from __future__ import annotations
 
+from ...metrics import xid_errors
 from ...metrics.catalog import devices
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import (
@@ -15,7 +16,6 @@ from ...metrics.thresholds import (
     TEMPERATURE_MARGIN_LOW,
     THROTTLED_RATIO_HIGH,
 )
-from ...metrics.xid_errors import XIDS
 from ..limits import above, below, shown
 from ..promql import IDENTITY, by, increase, rate, select
 from ..timing import HOUR, MINUTE, SHORT_SECONDS, Timing
@@ -27,7 +27,7 @@ GPU = ("rank", "node", "device")  # the labels that identify a GPU of a run
 ROW_REMAP = "ZerowatchGpuRowRemap"
 XID_MINOR = "ZerowatchGpuXidMinor"
 # XIDs after which the GPU must be reset. The matcher is anchored.
-DRAIN_XIDS = "|".join(str(xid.number) for xid in XIDS if xid.drain)
+DRAIN_XIDS = "|".join(sorted(xid_errors.DRAIN_XIDS, key=int))
 # Reasons by which faulty cooling or power lowers the clock. The power cap is usual at full load.
 FAULTY_REASONS = 'reason!="power_cap"'
 _NVLINK, _PCIE = 'link="nvlink"', 'link="pcie"'

@@ -35,6 +35,45 @@
 #define END_OF_FIELDS {NULL, 0, 0, 0, NULL}
 #define TRUTH(flag) ((flag) ? Py_True : Py_False)
 
+/* Visits the objects in the fields of a table of members. */
+static int
+visit_fields(PyObject *self, const PyMemberDef *fields, visitproc visit, void *arg)
+{
+    for (; fields->name != NULL; fields++)
+        if (fields->type == T_OBJECT || fields->type == T_OBJECT_EX)
+            Py_VISIT(*(PyObject **)((char *)self + fields->offset));
+    return 0;
+}
+
+/* Releases the objects in the fields of a table of members. */
+static void
+clear_fields(PyObject *self, const PyMemberDef *fields)
+{
+    for (; fields->name != NULL; fields++)
+        if (fields->type == T_OBJECT || fields->type == T_OBJECT_EX)
+            Py_CLEAR(*(PyObject **)((char *)self + fields->offset));
+}
+
+/* The functions for the garbage collector of a type whose objects are all in its table of members. */
+#define COLLECTED(type)                                                   \
+    static int type##_traverse(PyObject *self, visitproc visit, void *arg) \
+    {                                                                      \
+        return visit_fields(self, type##_members, visit, arg);             \
+    }                                                                      \
+                                                                           \
+    static int type##_clear(PyObject *self)                                \
+    {                                                                      \
+        clear_fields(self, type##_members);                                \
+        return 0;                                                          \
+    }                                                                      \
+                                                                           \
+    static void type##_dealloc(PyObject *self)                             \
+    {                                                                      \
+        PyObject_GC_UnTrack(self);                                         \
+        type##_clear(self);                                                \
+        Py_TYPE(self)->tp_free(self);                                      \
+    }
+
 static long long
 now_ns(void)
 {
@@ -564,33 +603,13 @@ typedef struct {
     char timed, is_bound, is_lost, settled;
 } CollectiveCall;
 
-static int
-RankSetFields_traverse(RankSetFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->recent);
-    return 0;
-}
-
-static int
-RankSetFields_clear(RankSetFields *self)
-{
-    Py_CLEAR(self->recent);
-    return 0;
-}
-
-static void
-RankSetFields_dealloc(RankSetFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    RankSetFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
 static PyMemberDef RankSetFields_members[] = {
     FIELD(RankSetFields, recent, T_OBJECT_EX),
     FIELD(RankSetFields, issued, T_LONGLONG),
     END_OF_FIELDS,
 };
+
+COLLECTED(RankSetFields)
 
 static PyTypeObject RankSetFields_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
@@ -604,30 +623,6 @@ static PyTypeObject RankSetFields_Type = {
     .tp_members = RankSetFields_members,
 };
 
-static int
-GroupFields_traverse(GroupFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->reference);
-    Py_VISIT(self->rank_set);
-    return 0;
-}
-
-static int
-GroupFields_clear(GroupFields *self)
-{
-    Py_CLEAR(self->reference);
-    Py_CLEAR(self->rank_set);
-    return 0;
-}
-
-static void
-GroupFields_dealloc(GroupFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    GroupFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
 static PyMemberDef GroupFields_members[] = {
     FIELD(GroupFields, reference, T_OBJECT_EX),
     FIELD(GroupFields, rank_set, T_OBJECT_EX),
@@ -637,6 +632,8 @@ static PyMemberDef GroupFields_members[] = {
     FIELD(GroupFields, on_device, T_BOOL),
     END_OF_FIELDS,
 };
+
+COLLECTED(GroupFields)
 
 static PyTypeObject GroupFields_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
@@ -853,44 +850,6 @@ typedef struct {
     char is_draining, sees_device;
 } RecorderFields;
 
-static int
-RecorderFields_traverse(RecorderFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->phase_timer);
-    Py_VISIT(self->calls);
-    Py_VISIT(self->works);
-    Py_VISIT(self->under_way);
-    Py_VISIT(self->messages);
-    Py_VISIT(self->coalescing);
-    Py_VISIT(self->known_groups);
-    Py_VISIT(self->new_batch);
-    Py_VISIT(self->stream_waits);
-    return 0;
-}
-
-static int
-RecorderFields_clear(RecorderFields *self)
-{
-    Py_CLEAR(self->phase_timer);
-    Py_CLEAR(self->calls);
-    Py_CLEAR(self->works);
-    Py_CLEAR(self->under_way);
-    Py_CLEAR(self->messages);
-    Py_CLEAR(self->coalescing);
-    Py_CLEAR(self->known_groups);
-    Py_CLEAR(self->new_batch);
-    Py_CLEAR(self->stream_waits);
-    return 0;
-}
-
-static void
-RecorderFields_dealloc(RecorderFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    RecorderFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
 static PyMemberDef RecorderFields_members[] = {
     PRIVATE(RecorderFields, phase_timer, T_OBJECT),
     PRIVATE(RecorderFields, calls, T_OBJECT_EX),
@@ -908,6 +867,8 @@ static PyMemberDef RecorderFields_members[] = {
     PRIVATE(RecorderFields, is_draining, T_BOOL),
     END_OF_FIELDS,
 };
+
+COLLECTED(RecorderFields)
 
 /* Returns the calls so far, and begins a new list; None while `_is_draining`. */
 static PyObject *
@@ -3026,32 +2987,6 @@ typedef struct {
     long micro_batch;
 } MemoryHookFields;
 
-static int
-MemoryHookFields_traverse(MemoryHookFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->forecasts);
-    Py_VISIT(self->known_shape);
-    Py_VISIT(self->known_risks);
-    return 0;
-}
-
-static int
-MemoryHookFields_clear(MemoryHookFields *self)
-{
-    Py_CLEAR(self->forecasts);
-    Py_CLEAR(self->known_shape);
-    Py_CLEAR(self->known_risks);
-    return 0;
-}
-
-static void
-MemoryHookFields_dealloc(MemoryHookFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    MemoryHookFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
 static PyMemberDef MemoryHookFields_members[] = {
     FIELD(MemoryHookFields, micro_batch, T_LONG),
     FIELD(MemoryHookFields, reading_due, T_DOUBLE),
@@ -3060,6 +2995,8 @@ static PyMemberDef MemoryHookFields_members[] = {
     PRIVATE(MemoryHookFields, known_risks, T_OBJECT_EX),
     END_OF_FIELDS,
 };
+
+COLLECTED(MemoryHookFields)
 
 static PyTypeObject MemoryHookFields_Type = {
     PyVarObject_HEAD_INIT(NULL, 0)
@@ -3072,6 +3009,15 @@ static PyTypeObject MemoryHookFields_Type = {
     .tp_clear = (inquiry)MemoryHookFields_clear,
     .tp_members = MemoryHookFields_members,
 };
+
+/* Returns whether a hook has got its two arguments. If not, a TypeError is set. */
+static int
+are_two(Py_ssize_t num_args)
+{
+    if (num_args != 2)
+        PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
+    return num_args == 2;
+}
 
 /* Whether a field of kind T_OBJECT is None. */
 static int
@@ -3116,52 +3062,6 @@ typedef struct {
     unsigned long training_thread;
     char scales_loss;
 } StepCollectorFields;
-
-static int
-StepCollectorFields_traverse(StepCollectorFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->phase_timer);
-    Py_VISIT(self->memory);
-    Py_VISIT(self->calls);
-    Py_VISIT(self->device_phases);
-    Py_VISIT(self->enqueue);
-    Py_VISIT(self->new_step);
-    Py_VISIT(self->read_value);
-    Py_VISIT(self->take_unseen);
-    Py_VISIT(self->gradient_norm);
-    Py_VISIT(self->learning_rate);
-    Py_VISIT(self->trace);
-    Py_VISIT(self->profile);
-    Py_VISIT(self->modules);
-    return 0;
-}
-
-static int
-StepCollectorFields_clear(StepCollectorFields *self)
-{
-    Py_CLEAR(self->phase_timer);
-    Py_CLEAR(self->memory);
-    Py_CLEAR(self->calls);
-    Py_CLEAR(self->device_phases);
-    Py_CLEAR(self->enqueue);
-    Py_CLEAR(self->new_step);
-    Py_CLEAR(self->read_value);
-    Py_CLEAR(self->take_unseen);
-    Py_CLEAR(self->gradient_norm);
-    Py_CLEAR(self->learning_rate);
-    Py_CLEAR(self->trace);
-    Py_CLEAR(self->profile);
-    Py_CLEAR(self->modules);
-    return 0;
-}
-
-static void
-StepCollectorFields_dealloc(StepCollectorFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    StepCollectorFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
 
 /* Whether nothing but the step itself is due, so that the common way is enough. */
 static int
@@ -3285,10 +3185,8 @@ begin_next_step(StepCollectorFields *self, PyObject *number)
 static PyObject *
 StepCollectorFields_on_step_end(StepCollectorFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected an engine and the counts of its step");
+    if (!are_two(num_args))
         return NULL;
-    }
     if (!is_common_step(self)) {
         PyObject *all[] = {(PyObject *)self, args[0], args[1]};
         return PyObject_VectorcallMethod(s_collect_in_python, all, 3, NULL);
@@ -3327,6 +3225,8 @@ static PyMemberDef StepCollectorFields_members[] = {
     END_OF_FIELDS,
 };
 
+COLLECTED(StepCollectorFields)
+
 static PyMethodDef StepCollectorFields_methods[] = {
     {"on_step_end", (PyCFunction)(void (*)(void))StepCollectorFields_on_step_end, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
@@ -3364,66 +3264,6 @@ typedef struct {
     Py_ssize_t in_counts[NUM_C_SLOTS], in_shape[NUM_S_SLOTS];
     char inside_backward, plain_backward, is_pipeline, losses_are_divided;
 } EngineHookFields;
-
-static int
-EngineHookFields_traverse(EngineHookFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->engine);
-    Py_VISIT(self->phase_timer);
-    Py_VISIT(self->memory);
-    Py_VISIT(self->generation);
-    Py_VISIT(self->collect);
-    Py_VISIT(self->new_counts);
-    Py_VISIT(self->counts);
-    Py_VISIT(self->shapes);
-    Py_VISIT(self->loss);
-    Py_VISIT(self->output);
-    Py_VISIT(self->steps_before);
-    Py_VISIT(self->skipped_before);
-    Py_VISIT(self->tensor_type);
-    Py_VISIT(self->is_grad_enabled);
-    Py_VISIT(self->read_shape);
-    Py_VISIT(self->read_value);
-    Py_VISIT(self->on_batch_start);
-    Py_VISIT(self->read_loss);
-    Py_VISIT(self->counts_type);
-    Py_VISIT(self->shape_type);
-    return 0;
-}
-
-static int
-EngineHookFields_clear(EngineHookFields *self)
-{
-    Py_CLEAR(self->engine);
-    Py_CLEAR(self->phase_timer);
-    Py_CLEAR(self->memory);
-    Py_CLEAR(self->generation);
-    Py_CLEAR(self->collect);
-    Py_CLEAR(self->new_counts);
-    Py_CLEAR(self->counts);
-    Py_CLEAR(self->shapes);
-    Py_CLEAR(self->loss);
-    Py_CLEAR(self->output);
-    Py_CLEAR(self->steps_before);
-    Py_CLEAR(self->skipped_before);
-    Py_CLEAR(self->tensor_type);
-    Py_CLEAR(self->is_grad_enabled);
-    Py_CLEAR(self->read_shape);
-    Py_CLEAR(self->read_value);
-    Py_CLEAR(self->on_batch_start);
-    Py_CLEAR(self->read_loss);
-    Py_CLEAR(self->counts_type);
-    Py_CLEAR(self->shape_type);
-    return 0;
-}
-
-static void
-EngineHookFields_dealloc(EngineHookFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    EngineHookFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
 
 /* Calls the method in Python that does the same, in any case. */
 static PyObject *
@@ -3522,10 +3362,8 @@ is_known_batch(EngineHookFields *self, PyObject *shape, long number)
 static PyObject *
 EngineHookFields_begin_forward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call");
+    if (!are_two(num_args))
         return NULL;
-    }
     PhaseClock *clock = clock_of(self->phase_timer);
     int is_common = clock != NULL && !self->plain_backward && self->is_grad_enabled != NULL &&
                     self->read_shape != NULL && self->on_batch_start != NULL &&
@@ -3554,10 +3392,8 @@ EngineHookFields_begin_forward(EngineHookFields *self, PyObject *const *args, Py
 static PyObject *
 EngineHookFields_end_forward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a result and whether the call returned");
+    if (!are_two(num_args))
         return NULL;
-    }
     PhaseClock *clock = clock_of(self->phase_timer);
     if (clock == NULL || args[1] != Py_True || self->tensor_type == NULL ||
         !PyType_Check(self->tensor_type) ||
@@ -3659,10 +3495,8 @@ add_micro_batch(EngineHookFields *self, PyObject *counts, PyObject *shapes)
 static PyObject *
 EngineHookFields_end_backward(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a result and whether the call returned");
+    if (!are_two(num_args))
         return NULL;
-    }
     PhaseClock *clock = clock_of(self->phase_timer);
     if (clock == NULL || args[1] != Py_True || !are_counts_known(self) || !are_shapes_known(self))
         return in_python(self, s_on_backward_end, args);
@@ -3686,10 +3520,8 @@ EngineHookFields_end_backward(EngineHookFields *self, PyObject *const *args, Py_
 static PyObject *
 EngineHookFields_begin_step(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected the arguments of a call");
+    if (!are_two(num_args))
         return NULL;
-    }
     PhaseClock *clock = clock_of(self->phase_timer);
     int is_common = clock != NULL && !self->plain_backward && !self->is_pipeline &&
                     is_none(clock->on_change);
@@ -3739,10 +3571,8 @@ take_counts(EngineHookFields *self, PyObject *engine)
 static PyObject *
 EngineHookFields_end_step(EngineHookFields *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a result and whether the call returned");
+    if (!are_two(num_args))
         return NULL;
-    }
     PhaseClock *clock = clock_of(self->phase_timer);
     int is_common = clock != NULL && !self->is_pipeline && self->steps_before != NULL &&
                     self->skipped_before != NULL && self->new_counts != NULL &&
@@ -3799,6 +3629,31 @@ static PyMemberDef EngineHookFields_members[] = {
     END_OF_FIELDS,
 };
 
+static int
+EngineHookFields_traverse(EngineHookFields *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->counts_type);
+    Py_VISIT(self->shape_type);
+    return visit_fields((PyObject *)self, EngineHookFields_members, visit, arg);
+}
+
+static int
+EngineHookFields_clear(EngineHookFields *self)
+{
+    Py_CLEAR(self->counts_type);
+    Py_CLEAR(self->shape_type);
+    clear_fields((PyObject *)self, EngineHookFields_members);
+    return 0;
+}
+
+static void
+EngineHookFields_dealloc(EngineHookFields *self)
+{
+    PyObject_GC_UnTrack(self);
+    EngineHookFields_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
 #define METHOD(name) \
     {"_" #name, (PyCFunction)(void (*)(void))EngineHookFields_##name, METH_FASTCALL, NULL}
 
@@ -3834,36 +3689,6 @@ typedef struct {
     long long num_steps;
     char is_logged;
 } InboxFields;
-
-static int
-InboxFields_traverse(InboxFields *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->inbox);
-    Py_VISIT(self->pending);
-    Py_VISIT(self->write_ring);
-    Py_VISIT(self->bell);
-    Py_VISIT(self->step_type);
-    return 0;
-}
-
-static int
-InboxFields_clear(InboxFields *self)
-{
-    Py_CLEAR(self->inbox);
-    Py_CLEAR(self->pending);
-    Py_CLEAR(self->write_ring);
-    Py_CLEAR(self->bell);
-    Py_CLEAR(self->step_type);
-    return 0;
-}
-
-static void
-InboxFields_dealloc(InboxFields *self)
-{
-    PyObject_GC_UnTrack(self);
-    InboxFields_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
 
 /* Whether an item is a step without a sample of memory, and neither wakes the thread nor is lost. */
 static int
@@ -3913,6 +3738,8 @@ static PyMemberDef InboxFields_members[] = {
     PRIVATE(InboxFields, is_logged, T_BOOL),
     END_OF_FIELDS,
 };
+
+COLLECTED(InboxFields)
 
 static PyMethodDef InboxFields_methods[] = {
     {"enqueue", (PyCFunction)InboxFields_enqueue, METH_O, NULL},

@@ -1939,13 +1939,11 @@ def _throttling(found: _Evidence) -> Iterator[Finding]:
         worst = max(hot, key=lambda each: each.per_second)
         # The clock may be lowered before the first step too.
         share = min(1.0, worst.per_second)
-        more = _num_others(worst, hot)
-        others = f", and that of {more} more GPU{'s' * (more > 1)}" if more else ""
         yield Finding(
             severity="warning",
             name="device_events",
             sentence=f"The clock of {_place_of(worst)} was lowered {percent(share)} of the time "
-            f"({worst.labels[0]}){others}.",
+            f"({worst.labels[0]}){_and_others(worst, hot, 'that of')}.",
             advice="All ranks wait for the slowest GPU. Look at the cooling and the power of its "
             "node.",
             cost_ratio=share,
@@ -1976,10 +1974,8 @@ def _device_faults(found: _Evidence) -> Iterator[Finding]:
             advice="The memory has lost data. Restart the run from a checkpoint before the error, "
             "and reset the GPU before it is used again.",
         )
-    xids = _events_of(found, devices.DEVICE_XID_ERRORS)
-    for labels in dict.fromkeys(each.labels for each in xids):
-        same = [each for each in xids if each.labels == labels]
-        worst, xid = max(same, key=lambda each: each.count), " ".join(labels)
+    for worst, same in _by_labels(_events_of(found, devices.DEVICE_XID_ERRORS)):
+        (xid,) = worst.labels
         meaning = describe(int(xid)) if re.fullmatch("[0-9]{1,9}", xid) else "an unknown number"
         yield Finding(
             severity="critical" if xid in DRAIN_XIDS else "warning",
@@ -2003,9 +1999,8 @@ def _link_errors(found: _Evidence) -> Iterator[Finding]:
         return kind != "crc" or each.per_second > found.limit(NVLINK_CRC_ERRORS_HIGH)
 
     faulty = [each for each in _events_of(found, devices.DEVICE_LINK_ERRORS) if is_faulty(each)]
-    for kind, link in dict.fromkeys(each.labels for each in faulty):
-        same = [each for each in faulty if each.labels == (kind, link)]
-        worst = max(same, key=lambda each: each.count)
+    for worst, same in _by_labels(faulty):
+        kind, link = worst.labels
         yield Finding(
             severity="warning",
             name="device_events",
@@ -2030,14 +2025,19 @@ def _place_of(events: _DeviceEvents) -> str:
     return f"{events.device} of rank {events.rank} on {events.host}"
 
 
-def _num_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents]) -> int:
-    return len({_place_of(each) for each in events} - {_place_of(worst)})
-
-
-def _and_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents]) -> str:
+def _and_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents], what: str = "on") -> str:
     """Return on how many more devices there are such events."""
-    more = _num_others(worst, events)
-    return f", and on {more} more GPU{'s' * (more > 1)}" if more else ""
+    more = len({_place_of(each) for each in events} - {_place_of(worst)})
+    return f", and {what} {more} more GPU{'s' * (more > 1)}" if more else ""
+
+
+def _by_labels(
+    events: Sequence[_DeviceEvents],
+) -> Iterator[tuple[_DeviceEvents, list[_DeviceEvents]]]:
+    """Yield the events with equal labels, with the highest count of them first."""
+    for labels in dict.fromkeys(each.labels for each in events):
+        same = [each for each in events if each.labels == labels]
+        yield max(same, key=lambda each: each.count), same
 
 
 def _advice_on_monitoring(found: _Evidence) -> str:

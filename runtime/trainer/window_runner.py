@@ -116,7 +116,7 @@ class WindowRunner:
             memory=self.peak_history,
             run_end=run_end,
         )
-        self._memory_use = _MemoryUse()
+        self._memory_use = _MemoryUseTracker()
         self.replay.on_window_abort.append(engine_holder.abort_window)
         self.replay.on_error.append(metrics.count_oom)
 
@@ -303,8 +303,8 @@ class WindowRunner:
             self.exponent = weight_exponent(result.weight, result.samples)
 
 
-class _MemoryUse:
-    """Tells whether windows use memory differently than the windows before.
+class _MemoryUseTracker:
+    """Finds windows that use memory differently than the windows before.
 
     Attributes:
         num_replays: Attempts so far that ran out of memory. After each, the micro-batches or the

@@ -211,6 +211,15 @@ def test_after_ctrl_c_the_wait_is_shorter_and_announced(
     assert ("Ctrl-C" in caplog.messages[0]) is not has_agent
 
 
+def patience_after(scraped_at, now, limit, timeout_seconds=None):
+    """Return the wait at the end for one client, which was there at these times."""
+    clock = iter([*scraped_at, now])
+    scrapes = ScrapeTracker(now=lambda: next(clock))
+    for _ in scraped_at:
+        scrapes.note("prometheus", run_active=1, timeout_seconds=timeout_seconds)
+    return scrapes.patience_seconds(limit)
+
+
 @pytest.mark.parametrize(
     ("scraped_at", "now", "patience"),
     [
@@ -237,12 +246,7 @@ def test_after_ctrl_c_the_wait_is_shorter_and_announced(
     ],
 )
 def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, patience):
-    clock = iter([*scraped_at, now])
-    scrapes = ScrapeTracker(now=lambda: next(clock))
-    for _ in scraped_at:
-        scrapes.note("prometheus", run_active=1)
-
-    assert scrapes.patience_seconds(20) == pytest.approx(patience)
+    assert patience_after(scraped_at, now, 20) == pytest.approx(patience)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +273,9 @@ def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, pati
     ],
 )
 def test_prometheus_is_regular_from_its_first_scrape_on(scraped_at, now, patience):
-    clock = iter([*scraped_at, now])
-    scrapes = ScrapeTracker(now=lambda: next(clock))
-    for _ in scraped_at:
-        scrapes.note("prometheus", run_active=1, timeout_seconds=10)
+    found = patience_after(scraped_at, now, 75, timeout_seconds=10)
 
-    assert scrapes.patience_seconds(75) == pytest.approx(patience)
+    assert found == pytest.approx(patience)
 
 
 def test_the_default_setting_waits_for_a_scraper_with_an_interval_of_a_minute():
