@@ -22,8 +22,8 @@ class TrainingState(Protocol):
     """The hooks on an engine, as far as data loading needs them."""
 
     @property
-    def training(self) -> bool:
-        """Whether the module is in training mode."""
+    def loads_training_data(self) -> bool:
+        """Whether a batch that is loaded now is one to train on."""
 
 
 def loader_classes() -> Iterator[type]:
@@ -37,8 +37,8 @@ def loader_classes() -> Iterator[type]:
 class DataLoaderHooks:
     """Counts the time in a loader's `__next__` as data loading, or as evaluation, until `restore`.
 
-    Only the outermost loader on the training thread counts. The phase is `data` if the engine's
-    module is in training mode, else `eval`.
+    Only the outermost loader on the training thread counts. The phase is `data` if the batch is
+    one to train on, else `eval`.
 
     Attributes:
         engine_hooks: The hooks on the engine that trains with the data. A rebuild replaces them.
@@ -62,7 +62,7 @@ class DataLoaderHooks:
         self._patches.restore()
 
     def _on_start(self) -> None:
-        self._phase_timer.enter(DATA if self.engine_hooks.training else EVAL)
+        self._phase_timer.enter(DATA if self.engine_hooks.loads_training_data else EVAL)
 
     def _wrapper(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def hooked(iterator: Any) -> Any:

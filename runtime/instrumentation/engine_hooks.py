@@ -155,6 +155,15 @@ class EngineHooks(EngineHookFields):
         engine = self._engine()
         return engine is not None and engine.module.training
 
+    @property
+    def loads_training_data(self) -> bool:
+        """Whether a batch that is loaded now is one to train on: by the mode of the module.
+
+        If it trains in evaluation mode, only data of an evaluation without gradients is none.
+        """
+        trains = self._trains_in_evaluation_mode and torch.is_grad_enabled()
+        return trains or self.training
+
     def _wrapper(self, name: str, original: Any) -> Any:
         """Return the wrapper of one method."""
         match name:

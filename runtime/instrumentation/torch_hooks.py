@@ -157,6 +157,15 @@ class TorchHooks:
         module = self._module()
         return module is not None and module.training
 
+    @property
+    def loads_training_data(self) -> bool:
+        """Whether a batch that is loaded now is one to train on: by the mode of the model.
+
+        If it trains in evaluation mode, only data of an evaluation without gradients is none.
+        """
+        trains = self._trains_in_evaluation_mode and torch.is_grad_enabled()
+        return trains or self.training
+
     def _hook(self, engine: TorchEngine) -> None:
         optimizer, wrap = engine.optimizer, self._fail_open.wrap
         assert optimizer is not None  # the caller of `watch` holds it

@@ -26,10 +26,10 @@ TRAINING_SECONDS = 3.0
 
 
 class ModelMode:
-    """Stands in for the engine's hooks: whether the model is in training mode."""
+    """Stands in for the engine's hooks: whether batches are for training."""
 
     def __init__(self) -> None:
-        self.training = True
+        self.loads_training_data = True
 
 
 class SlowDataset(Dataset[torch.Tensor]):
@@ -63,7 +63,7 @@ class Job:
 
     Attributes:
         clock: The clock of the phase timer.
-        mode: Whether the model is in training mode.
+        mode: Whether batches are for training.
         timer: The phases of this thread.
         fail_open: Counts hooks that failed.
         hooks: The hooks under test.
@@ -194,7 +194,7 @@ def test_a_repeating_loader_is_measured_beyond_the_end_of_its_data(job: Job) -> 
 
 
 def test_data_loaded_in_evaluation_mode_is_evaluation_time(job: Job) -> None:
-    job.mode.training = False
+    job.mode.loads_training_data = False
 
     job.train(DataLoader(SlowDataset(job.clock), batch_size=BATCH_SIZE))
 
@@ -227,7 +227,7 @@ def test_a_loader_on_another_thread_is_not_measured(job: Job) -> None:
 
 
 def test_a_hook_that_fails_is_counted_and_the_batches_arrive(job: Job) -> None:
-    del job.mode.training
+    del job.mode.loads_training_data
 
     num_batches = job.train(DataLoader(SlowDataset(job.clock), batch_size=BATCH_SIZE))
 

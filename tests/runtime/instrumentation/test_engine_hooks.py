@@ -253,6 +253,21 @@ def test_an_engine_that_trains_in_evaluation_mode_has_its_samples_loss_and_forwa
     assert (seconds["eval"], seconds["forward"]) == (2, 5 * 2)  # the first pass is not known
 
 
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_data_of_an_evaluation_is_no_training_data(run: Run, mode: str) -> None:
+    hooks, module = run.hooks, run.engine.module
+    module.train(mode == "training")
+    before = hooks.loads_training_data
+    run.engine.forward(torch.ones(4, 10))
+    run.engine.backward(torch.tensor(2.0))
+    run.engine.step()
+
+    assert (before, hooks.loads_training_data) == (mode == "training", True)
+    module.eval()
+    with torch.no_grad():
+        assert not hooks.loads_training_data
+
+
 def test_a_forward_pass_in_evaluation_mode_without_a_backward_pass_does_not_count(
     run: Run,
 ) -> None:

@@ -22,6 +22,7 @@ from fakes.scraper import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, TensorDataset
 
 import zerowatch
 from zerowatch.errors import SettingsError
@@ -291,6 +292,20 @@ def test_a_model_that_trains_in_evaluation_mode_has_its_samples_loss_and_forward
     assert [(each.samples, each.micro_batches) for each in records] == [(SAMPLES, 1)] * 3
     assert all(each.loss is not None for each in records)
     assert "forward" in records[1].phase_seconds and "eval" not in records[1].phase_seconds
+
+
+def test_a_model_that_trains_in_evaluation_mode_waits_for_training_data() -> None:
+    data = DataLoader(TensorDataset(torch.ones(SAMPLES, WIDTH)))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        next(iter(data))
+        train_step(model, optimizer)
+
+    first, *later = records_in_evaluation_mode(step)
+
+    assert "data" not in first.phase_seconds  # it is not known yet
+    for record in later:
+        assert "data" in record.phase_seconds and "eval" not in record.phase_seconds
 
 
 def test_a_model_in_evaluation_mode_beside_another_that_trains_is_not_counted() -> None:
