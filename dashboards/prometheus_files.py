@@ -89,7 +89,8 @@ def by_dependence(recording: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split recording rules into files, each of which reads results of the files before it only.
 
     Prometheus evaluates the rules of a moment together. `promtool tsdb create-blocks-from rules`
-    evaluates one rule for all moments, and only on what is stored.
+    evaluates one rule for all moments, and only on what is stored. A rule that keeps its own last
+    value therefore finds none.
 
     Args:
         recording: The content of the file with all recording rules.
@@ -98,7 +99,7 @@ def by_dependence(recording: Mapping[str, Any]) -> list[dict[str, Any]]:
         rule["record"]: rule["expr"] for group in recording["groups"] for rule in group["rules"]
     }
     reads = {
-        name: expressions.keys() & set(re.findall(r"[\w:]+", expression))
+        name: expressions.keys() & set(re.findall(r"[\w:]+", expression)) - {name}
         for name, expression in expressions.items()
     }
     files, done = [], set[str]()

@@ -355,12 +355,16 @@ GATHERS_OF_GENERATION = recorded(
     ),
 )
 SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
-# Of one rank: the times of several differ a little, and would count as several checkpoints.
-LAST_CHECKPOINT = recorded(
-    training.LAST_CHECKPOINT_TIMESTAMP,
-    "max",
-    lambda timing: by("max", select(training.LAST_CHECKPOINT_TIMESTAMP, 'rank="0"')),
-)
+
+
+def _last_checkpoint(timing: Timing) -> str:
+    # Of one rank: the times of several differ a little, and would count as several checkpoints. If
+    # a process saves at its end, the time may be read only once, between two evaluations.
+    saved = select(training.LAST_CHECKPOINT_TIMESTAMP, 'rank="0"')
+    return by("max", f"last_over_time({saved}[{timing.short}])")
+
+
+LAST_CHECKPOINT = recorded(training.LAST_CHECKPOINT_TIMESTAMP, "max", _last_checkpoint)
 
 
 def _checkpoint_interval() -> str:
@@ -383,14 +387,18 @@ def _remembered(rule: RecordingRule, function: str, operation: str) -> Recording
 
     A process that was restarted has no checkpoint yet, and may never save one. A week has tens of
     thousands of samples, so they are read once for all the places where the value is used.
+
+    While rank 0 is not read, it may save checkpoints of which nothing is known. A few failed
+    scrapes must not end an alert: of a run that saves as usual, nothing is overdue ten minutes
+    later.
     """
-    return recorded(
-        training.LAST_CHECKPOINT_TIMESTAMP,
-        operation,
-        lambda timing: where(
-            f"{function}({rule.select()}[{timing.week}])", f"{select(training.RUN_ACTIVE)} == 1"
-        ),
-    )
+
+    def expression(timing: Timing) -> str:
+        active = select(training.RUN_ACTIVE, 'rank="0"')
+        read = f"last_over_time({active}[{timing.duration(10 * MINUTE)}]) == 1"
+        return where(f"{function}({rule.select()}[{timing.week}])", read)
+
+    return recorded(training.LAST_CHECKPOINT_TIMESTAMP, operation, expression)
 
 
 LAST_CHECKPOINT_IN_WEEK = _remembered(LAST_CHECKPOINT, "max_over_time", "max_max7d")
@@ -443,6 +451,29 @@ RANK_ENDED_TIME = recorded(
     "rank",
 )
 
+
+def _unsaved_since(timing: Timing) -> str:
+    active = RANK_ACTIVE_TIME.select('rank="0"')
+    started = by("max", 'process_start_time_seconds{rank="0"}')
+    # Of the evaluation before. If it is earlier than the start, it was of another process. The
+    # range is longer than the last value of this rule is kept.
+    before = by("max", f"last_over_time({active}[{timing.history}] offset {timing.evaluation})")
+    pause = f"{by('max', active)}\n- ({before}\n< {started})"
+    kept = f"last_over_time({_UNSAVED_SINCE}[{timing.hour}])"
+    begun = f"(\n{kept}\n+ ({pause})\nor {kept}\nor {started}\n)"
+    last = LAST_CHECKPOINT_IN_WEEK.select()
+    return f"{begun}\n> {last}\nor {last}"
+
+
+# The time of the last checkpoint, later by all pauses between two processes of rank 0 since then.
+# The time since this moment is how long the run has trained without a further checkpoint. The rule
+# adds each pause to its own last value once, at the evaluation that first reads the new process.
+#
+# The start of a process does not count, because a run that always fails before its next checkpoint
+# would never be late. It does after an hour without a value, such as a longer pause.
+_UNSAVED_SINCE = recorded_name("run", training.LAST_CHECKPOINT_TIMESTAMP, "unsaved_since")
+UNSAVED_SINCE = recorded(training.LAST_CHECKPOINT_TIMESTAMP, "unsaved_since", _unsaved_since)
+
 # Memory.
 ALLOCATED = 'state="allocated"'
 PEAK_RATIO = recorded(
@@ -479,14 +510,17 @@ def on_address(operation: str, spec: MetricSpec, *matchers: str) -> str:
     return by(operation, addressed, "node", "address")
 
 
-def _node_memory_ratio(timing: Timing) -> str:
-    in_use = on_address("sum", memory.MEMORY_BYTES, ON_HOST, ALLOCATED)
-    limit = on_address("min", memory.MEMORY_LIMIT, ON_HOST)
-    return by("max", f"{in_use}\n/ {limit}", "node")
-
-
 # Several ranks of a run share the memory of their node, of which each knows only its own part.
-NODE_MEMORY_RATIO = recorded(memory.MEMORY_BYTES, "limit_ratio", _node_memory_ratio, "node")
+ADDRESS_MEMORY_RATIO = (
+    f"{on_address('sum', memory.MEMORY_BYTES, ON_HOST, ALLOCATED)}\n"
+    f"/ {on_address('min', memory.MEMORY_LIMIT, ON_HOST)}"
+)
+NODE_MEMORY_RATIO = recorded(
+    memory.MEMORY_BYTES,
+    "limit_ratio",
+    lambda timing: by("max", ADDRESS_MEMORY_RATIO, "node"),
+    "node",
+)
 
 
 def _categories_of_fullest_rank() -> str:
@@ -754,6 +788,7 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         RANK_ACTIVE_TIME,
         RUN_ACTIVE_TIME,
         RANK_ENDED_TIME,
+        UNSAVED_SINCE,
     ),
     "zerowatch-memory": (
         PEAK_RATIO,

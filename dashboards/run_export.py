@@ -14,6 +14,7 @@ from typing import TextIO
 
 from ..errors import CommandLineError
 from ..metrics.exporters.openmetrics_file import ExportedRun, write_openmetrics
+from ..metrics.metrics_log_reader import log_files
 
 # The folder of blocks and the address of Prometheus in the commands that are shown.
 DATA = "data"
@@ -21,6 +22,7 @@ DATA = "data"
 ADDRESS = "127.0.0.1:9095"
 # Time between two evaluations of the recording rules, as in their files.
 EVALUATION_SECONDS = 15
+MAX_NAMED_RANKS = 8  # in one sentence
 
 
 def export_openmetrics(
@@ -42,13 +44,12 @@ def export_openmetrics(
         with _opened(output) as file:
             exported = write_openmetrics(run_folder, file, job=job, ranks=ranks)
             if not exported.num_samples:
-                reasons = exported.problems or [
-                    f"{run_folder} has no metrics log (metrics-<rank>.jsonl) of these ranks; "
-                    "run_log.metrics_interval_seconds was 0, or an older zerowatch has written it"
-                ]
+                reasons = exported.problems or [_no_log(run_folder, ranks)]
                 raise CommandLineError(f"export: nothing to export: {'; '.join(reasons)}")
     except OSError as error:
         raise CommandLineError(f"export: {error.filename}: {error.strerror}") from None
+    if missing := set(ranks) - set(log_files(run_folder)):
+        yield f"incomplete: {_no_log(run_folder, missing)}"
     yield from (f"incomplete: {problem}" for problem in exported.problems)
     yield (
         f"{exported.num_samples} samples of {len(exported.series)} series of run "
@@ -56,6 +57,25 @@ def export_openmetrics(
     )
     yield from _commands(exported, output, rendered)
     yield from _empty_panels(exported, rendered)
+
+
+def _no_log(run_folder: Path, ranks: Collection[int]) -> str:
+    """Return why there is no metrics log to export."""
+    if recorded := list(log_files(run_folder)):
+        return (
+            f"{run_folder} has no metrics log of {_named(ranks)}; the run has logs of "
+            f"{_named(recorded)}"
+        )
+    return (
+        f"{run_folder} has no metrics log (metrics-<rank>.jsonl); "
+        "run_log.metrics_interval_seconds was 0, or an older zerowatch has written it"
+    )
+
+
+def _named(ranks: Collection[int]) -> str:
+    first = ", ".join(map(str, sorted(ranks)[:MAX_NAMED_RANKS]))
+    more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first}{more}"
 
 
 @contextlib.contextmanager

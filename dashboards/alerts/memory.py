@@ -101,15 +101,18 @@ def _host_memory_risk() -> Alert:
 
 def _host_memory_node_full() -> Alert:
     # Of several ranks: a single rank compares itself with the limit, see HostMemoryRisk.
-    ranks = by("max", recorded.on_address("count", memory.MEMORY_LIMIT, ON_HOST), "node")
+    ranks = recorded.on_address("count", memory.MEMORY_LIMIT, ON_HOST)
     full = where(
-        above(recorded.NODE_MEMORY_RATIO.select(), HOST_MEMORY_NODE_HIGH), f"{ranks} > 1", "node"
+        above(recorded.ADDRESS_MEMORY_RATIO, HOST_MEMORY_NODE_HIGH),
+        f"{ranks} > 1",
+        "node",
+        "address",
     )
     return Alert(
         name="ZerowatchHostMemoryNodeFull",
         component="memory",
         severity="critical",  # the kernel kills one of the processes, and the run ends with it
-        expression=while_training(full, "node"),
+        expression=while_training(by("max", full, "node"), "node"),
         for_seconds=MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"The ranks of training {RUN} fill the memory of {NODE}",

@@ -21,6 +21,12 @@ OUR_ALERTS = 'rule_group=~".+;zerowatch-.+-alerts"'
 EXPECTED_DISCOVERY = (
     'mechanism=~"http|file", config=~"(.+/)?zerowatch[^/]*|", config!~".+-optional"'
 )
+# The servers that evaluate rules of zerowatch, or scrape ranks. Prometheus may scrape servers of
+# others, too: their faults are none of ours.
+OUR_SERVERS = (
+    f"(prometheus_rule_group_rules{{{OUR_RULES}}}\n"
+    'or prometheus_target_scrape_pool_targets{scrape_job=~"(.+/)?zerowatch[^/]*"})'
+)
 # The service that lists the ranks of all runs, as the documents name its scrape configuration. The
 # operator puts scrapeConfig/NAMESPACE/ before it.
 TARGETS_SERVICE = 'config=~"(.+/)?zerowatch-targets"'
@@ -61,6 +67,12 @@ def _keeps_failing(metric: str, timing: Timing, matchers: str = "") -> str:
     return f"increase({metric}{{{matchers}}}[{timing.duration(11 * MINUTE)}]) >= 2"
 
 
+def _on_our_servers(failing: str, *labels: str) -> str:
+    """Return the series of `failing` of our servers; it has `labels` besides those of a target."""
+    ignored = ", ".join(("rule_group", "scrape_job", *labels))
+    return f"({failing})\nand ignoring ({ignored}) {OUR_SERVERS}"
+
+
 def _watchdog() -> Alert:
     return Alert(
         name=WATCHDOG,
@@ -82,14 +94,14 @@ def _discovery_failing(timing: Timing) -> Alert:
     refreshes = "prometheus_sd_refresh_failures_total"
     failing = _keeps_failing(refreshes, timing, EXPECTED_DISCOVERY)
     of_all_runs = _keeps_failing(refreshes, timing, TARGETS_SERVICE)
-    unread = _keeps_failing("prometheus_sd_file_read_errors_total", timing)
+    unread = _on_our_servers(_keeps_failing("prometheus_sd_file_read_errors_total", timing))
     # Between two runs, nothing answers at the address of rank 0. A list of all runs always exists.
     some_run = f"(count({select(RUN_ACTIVE)} == 1) > 0)"
     return Alert(
         name="ZerowatchPrometheusDiscoveryFailing",
         component="prometheus",
         severity="warning",
-        expression=f"({failing}\nand on () {some_run})\nor {of_all_runs}\nor {unread}",
+        expression=f"({failing}\nand on () {some_run})\nor {of_all_runs}\nor ({unread})",
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Prometheus {INSTANCE} cannot read its list of ranks",
@@ -121,7 +133,7 @@ def _rules_failing(timing: Timing) -> Alert:
 
 
 def _limit_exceeded(timing: Timing) -> Alert:
-    exceeded = "\nor\n".join(
+    exceeded = "\nor ".join(
         f'label_replace({_grows(metric, timing)}, "limit", "{name}", "", "")'
         for name, metric in LIMITS.items()
     )
@@ -129,7 +141,7 @@ def _limit_exceeded(timing: Timing) -> Alert:
         name="ZerowatchPrometheusLimitExceeded",
         component="prometheus",
         severity="warning",
-        expression=f"(\n{exceeded}\n)",
+        expression=_on_our_servers(exceeded, "limit"),
         for_seconds=MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Prometheus {INSTANCE} drops scrapes that exceed a limit",
@@ -142,8 +154,8 @@ def _limit_exceeded(timing: Timing) -> Alert:
 
 
 def _notifications_failing(timing: Timing) -> Alert:
-    # Of several Alertmanagers, one that answers is enough: it notifies for all. A Prometheus agent
-    # has none and needs none, nor does a server that does not evaluate the alerts.
+    # Of several Alertmanagers, one that answers is enough: it notifies for all. A server that does
+    # not evaluate the alerts, such as an agent, may have none, or one of others.
     alone = "prometheus_notifications_alertmanagers_discovered == 0"
     evaluates = f"prometheus_rule_group_rules{{{OUR_ALERTS}}} > 0"
     # All labels of the target are kept: servers of several clusters may have the same address.
@@ -159,7 +171,7 @@ def _notifications_failing(timing: Timing) -> Alert:
         component="prometheus",
         severity="critical",
         expression=(
-            f"(\n{errors}\nor {dropped}\nor ({alone} and ignoring (rule_group) {evaluates})\n)"
+            f"(\n{errors}\nor {dropped}\nor {alone}\n)\nand ignoring (rule_group) {evaluates}"
         ),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
@@ -190,7 +202,7 @@ def _delivery_failing(timing: Timing) -> Alert:
 
 
 def _configuration_rejected() -> Alert:
-    rejected = " or ".join(
+    prometheus, alertmanager = (
         f"{program}_config_last_reload_successful == 0"
         for program in ("prometheus", "alertmanager")
     )
@@ -198,7 +210,7 @@ def _configuration_rejected() -> Alert:
         name="ZerowatchPrometheusConfigRejected",
         component="prometheus",
         severity="warning",
-        expression=f"({rejected})",
+        expression=f"({_on_our_servers(prometheus)})\nor {alertmanager}",
         for_seconds=5 * MINUTE,
         keep_firing_seconds=0,
         summary=f"{INSTANCE} does not use its changed configuration",

@@ -1,7 +1,8 @@
-"""Alerts on slow data, idle GPUs, a lower MFU than usual and overdue checkpoints."""
+"""Alerts on slow data, idle GPUs, a lower MFU than usual, and late or failed checkpoints."""
 
 from __future__ import annotations
 
+from ...metrics.catalog import training
 from ...metrics.thresholds import (
     CHECKPOINT_AGE_HIGH,
     CHECKPOINT_DELAY_HIGH,
@@ -11,9 +12,9 @@ from ...metrics.thresholds import (
 )
 from .. import recording_rules as recorded
 from ..limits import above, below, shown
-from ..promql import ON_GPU, by, ratio
-from ..timing import MINUTE, Timing
-from .alert import DURATION, PERCENT, RUN, Alert, InhibitRule
+from ..promql import ON_GPU, by, increase, ratio
+from ..timing import HOUR, MINUTE, Timing
+from .alert import DURATION, NUMBER, PERCENT, RUN, Alert, InhibitRule
 from .guards import after_new_step, after_some_steps, after_some_time, while_training
 
 # Uids of the dashboards that alerts link to.
@@ -33,6 +34,7 @@ def training_alerts(timing: Timing) -> tuple[Alert, ...]:
         _low_device_utilization(timing),
         _mfu_dropped(timing),
         _checkpoint_overdue(timing),
+        _checkpoint_failed(timing),
     )
 
 
@@ -101,11 +103,7 @@ def _mfu_dropped(timing: Timing) -> Alert:
 
 
 def _checkpoint_overdue(timing: Timing) -> Alert:
-    # A run that was resumed has been without a checkpoint since its start only.
-    last = recorded.LAST_CHECKPOINT_IN_WEEK.select()
-    started = by("max", "process_start_time_seconds")
-    saved = f"({started} > {last} or {last})"
-    age = f"(time() - {saved})"
+    age = f"(time() - {recorded.UNSAVED_SINCE.select()})"
     # Of the process before, until this one has saved twice.
     interval = recorded.CHECKPOINT_INTERVAL_IN_WEEK.select()
     least = timing.seconds(LEAST_CHECKPOINT_AGE_SECONDS)
@@ -121,9 +119,29 @@ def _checkpoint_overdue(timing: Timing) -> Alert:
         keep_firing_seconds=0,  # a new checkpoint ends the alert
         summary=f"Training {RUN} has not saved a checkpoint for too long",
         description=(
-            f"The run has saved no checkpoint for {DURATION}, far longer than is usual for it. "
-            "If the run fails now, this much work is lost. Check the space on the file system and "
-            "the log of rank 0."
+            f"The run has trained for {DURATION} without saving a checkpoint, far longer than is "
+            "usual for it. If the run fails now, this much work is lost; if it was restarted since "
+            "then, part of it already is. Check the space on the file system and the log of rank 0."
+        ),
+        dashboard=OVERVIEW,
+    )
+
+
+def _checkpoint_failed(timing: Timing) -> Alert:
+    # An error in saving often ends the script, so the last value of a process counts as well.
+    failed = increase(training.CHECKPOINTS, timing, HOUR, 'outcome="failed"', of_ended=True)
+    return Alert(
+        name="ZerowatchCheckpointFailed",
+        component="training",
+        severity="warning",
+        expression=while_training(f"{by('max', failed)} > 0"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} could not save a checkpoint",
+        description=(
+            f"Saving a checkpoint failed {NUMBER} times in the last hour. If the run fails now, it "
+            "has to continue from an older checkpoint. The log has the error. Check the space, the "
+            "quota and the permissions of the folder."
         ),
         dashboard=OVERVIEW,
     )

@@ -22,12 +22,13 @@ from ..grafana.panels import (
     above,
     below,
 )
-from ..promql import ON_HOST, by, ratio, select
+from ..promql import by
 from .queries import (
     DEVICE,
     RUN,
     WORST,
     last_known,
+    latest,
     limit,
     of_devices,
     of_first_rank,
@@ -56,12 +57,6 @@ LIMIT = of_devices(recorded.MEMORY_LIMIT, operation="min")
 PEAK = of_devices(recorded.MEMORY_PEAK, recorded.ALLOCATED)
 ALLOCATED = of_devices(recorded.MEMORY_STATES, recorded.ALLOCATED)
 RESERVED = of_devices(recorded.MEMORY_STATES, 'state="reserved"')
-_HOST = (*RUN, ON_HOST)
-NODE_MEMORY = ratio(
-    by("sum", select(catalog.MEMORY_BYTES, *_HOST, recorded.ALLOCATED), "node"),
-    by("min", select(catalog.MEMORY_LIMIT, *_HOST), "node"),
-    "node",
-)
 DEVICE_LEGEND = f"{RANK_LEGEND} {{{{device}}}}"
 CATEGORY_COLORS = {
     "parameters": "blue",
@@ -278,10 +273,11 @@ RANKS_APART = (
     ),
     TimeSeries(
         title="Host memory of a node",
-        description="Host memory of all ranks of a node together, divided by the smallest limit "
-        "that one of them has, for the fullest nodes. Each rank alone may look harmless; near 100% "
-        "the kernel ends one of them.",
-        queries=(Query(f"topk({WORST}, {NODE_MEMORY})", "{{node}}"),),
+        description="Host memory of the ranks of a node that serve at one address together, "
+        "divided by the smallest limit that one of them has, for the fullest nodes. Of containers "
+        "with an address each, the fullest counts. Near 100% the kernel ends a rank, although each "
+        "alone may look harmless.",
+        queries=(Query(f"topk({WORST}, {of_run(recorded.NODE_MEMORY_RATIO)})", "{{node}}"),),
         unit=RATIO,
         minimum=0,
         width=12,
@@ -400,11 +396,12 @@ REPLAYS_AND_RESTARTS = sized(
     ),
     fault_count(
         title="Restarts",
-        description="How often the run restarted from its last checkpoint after a failure. If it "
-        "is not 0, see the log of the rank that ended first, or `oom/` in the run folder.",
-        expression=last_known(of_first_rank(window.RESTARTS)),
+        description="Number of earlier attempts of the run: restarts by the launcher, also on "
+        "other nodes, and jobs with the same run id. If it is not 0 and should be, see the log of "
+        "the rank that ended first, or `oom/` in the run folder.",
+        expression=latest(recorded.RUN_ATTEMPT, *RUN),
         legend="restarts",
-        empty=NOT_A_TRAINING_RUN,
+        empty=NONE_KNOWN,
     ),
 )
 

@@ -155,10 +155,14 @@ HEALTH = (
         ),
         Stat(
             title="Last checkpoint",
-            description="Time since the last checkpoint: what a failure now would cost. See the "
-            "alert ZerowatchCheckpointOverdue.",
+            description="Time since the last checkpoint of the run, also of an earlier attempt: "
+            "what a failure now would cost. See the alert ZerowatchCheckpointOverdue.",
             queries=(
-                Query(f"time() - {latest(recorded.LAST_CHECKPOINT, *RUN)}", "ago", shape="now"),
+                Query(
+                    f"time() - {latest(recorded.LAST_CHECKPOINT_IN_WEEK, *RUN)}",
+                    "ago",
+                    shape="now",
+                ),
             ),
             unit=DAYS_AND_HOURS,
             thresholds=PLAIN_TEXT,
@@ -466,7 +470,7 @@ GOODPUT = sized(
     Stat(
         title="Checkpoints",
         description="Checkpoints since the start, by outcome. A failed one leaves the run with "
-        "an older checkpoint: see the log of rank 0.",
+        "an older checkpoint: see the log, and the alert ZerowatchCheckpointFailed.",
         queries=(
             Query(last_known(of_run(steps.CHECKPOINTS), "outcome"), "{{outcome}}", shape="now"),
         ),

@@ -68,10 +68,11 @@ ENGINE_REBUILD_SECONDS = counter(
 )
 RESTARTS = counter(
     "restarts_total",
-    "Restarts of this run after a failure; on rank 0 only.",
+    "Restarts of this job that the launcher of rank 0 has counted; on rank 0 only.",
     lean=EVERY_SERIES,
     from_zero=True,
-    usual="0. Several within half an hour: each attempt fails for the same reason.",
+    usual="0. Several within half an hour: each attempt fails for the same reason. torchrun does "
+    "not count a restart after a node was lost or joined; `run_attempt` does.",
 )
 
 ON_RANK_ZERO = (

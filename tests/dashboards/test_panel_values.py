@@ -295,7 +295,7 @@ EXPECTED: dict[str, dict[str, dict[str, float]]] = {
         "Replayed windows": {"committed": 4},
         "Time lost to replayed windows": {"5 minutes": 0.015, "30 minutes": 0.008, "limit": 0.055},
         "Engine rebuilds": {"undone": 3},
-        "Restarts": {"restarts": 2},
+        "Restarts": {"restarts": 4},
     },
     "devices": {
         "Busy: mean, highest and lowest": {

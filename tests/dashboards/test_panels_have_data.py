@@ -129,11 +129,15 @@ class Answers:
                 self.num_series[question] = len(question.ask())
         return not self.missing()
 
-    def excuses(self, promql: str) -> set[str]:
-        """Return the selectors of ABSENT that an expression reads, also by recording rules."""
+    def excuses(self, promql: str, recorded_as: str = "") -> set[str]:
+        """Return the selectors of ABSENT that an expression reads, also by recording rules.
+
+        A rule may read its own last value.
+        """
         found = set()
         for name, matchers in selectors(promql):
-            found |= self.excuses(self._recorded[name]) if name in self._recorded else set()
+            if name in self._recorded and name != recorded_as:
+                found |= self.excuses(self._recorded[name], name)
             found |= {
                 absent
                 for absent, (absent_name, absent_matchers) in self._absent.items()

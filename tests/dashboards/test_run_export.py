@@ -188,6 +188,25 @@ def test_a_run_without_metrics_is_an_error_and_leaves_no_file(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [tmp_path / RUN]
 
 
+def test_a_rank_without_a_log_is_reported_with_the_ranks_that_have_one(tmp_path: Path) -> None:
+    folder = tmp_path / RUN
+    for rank in (0, 1):
+        with RecordedRank(folder, rank) as recorded:
+            recorded.tick()
+    output = tmp_path / "run.om"
+
+    none = run_export(folder, "--openmetrics", "--output", str(output), "--rank", "7")
+    some = run_export(
+        folder, "--openmetrics", "--output", str(output), "--rank", "7", "--rank", "0"
+    )
+
+    assert isinstance(none.exception, CommandLineError)
+    assert "no metrics log of rank 7; the run has logs of ranks 0, 1" in str(none.exception)
+    assert "metrics_interval_seconds" not in str(none.exception)
+    assert some.exit_code == 0
+    assert re.search("^incomplete: .*rank 7; .*ranks 0, 1$", some.stdout, re.MULTILINE)
+
+
 def test_a_format_must_be_named(tmp_path: Path) -> None:
     result = run_export(tmp_path)
 
@@ -218,7 +237,7 @@ def test_panels_that_the_series_cannot_fill_are_named_with_what_they_lack() -> N
 @pytest.mark.parametrize(("rank", "is_filled"), [("0", True), ("1", False)])
 def test_a_panel_of_rank_0_is_filled_by_its_series_only(rank: str, is_filled: bool) -> None:
     labels = {"job": "zerowatch", "run": RUN, "node": "a", "rank": rank}
-    names = ("learning_rate", "last_checkpoint_timestamp_seconds", "loss")
+    names = ("learning_rate", "last_checkpoint_timestamp_seconds", "loss", "run_active")
     series = [(f"zerowatch_{name}", labels) for name in names]
     series.append(("process_start_time_seconds", labels))
 
@@ -239,7 +258,9 @@ def test_rules_for_old_data_are_split_by_what_they_read() -> None:
         later = set().union(*names[number:])
         for group in file["groups"]:
             for rule in group["rules"]:
-                assert later.isdisjoint(re.findall(r"[\w:]+", rule["expr"]))
+                # A rule may read its own last value.
+                others = later - {rule["record"]}
+                assert others.isdisjoint(re.findall(r"[\w:]+", rule["expr"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ OF_SERVERS = {
     "prometheus_notifications_errors_total": {*_SERVER, "alertmanager"},
     "prometheus_notifications_dropped_total": _SERVER,
     "prometheus_notifications_alertmanagers_discovered": _SERVER,
+    "prometheus_target_scrape_pool_targets": {*_SERVER, "scrape_job"},
     "prometheus_target_scrape_pool_exceeded_target_limit_total": _SERVER,
     "prometheus_target_scrape_pool_exceeded_label_limits_total": _SERVER,
     "prometheus_target_scrapes_exceeded_sample_limit_total": _SERVER,

@@ -45,6 +45,7 @@ DataBound training warning 10m 5m step-anatomy
 LowDeviceUtilization devices warning 10m 5m devices
 MfuDropped training warning 10m 5m step-anatomy
 CheckpointOverdue training warning 1m 0 overview
+CheckpointFailed training warning 0 5m overview
 LossNotFinite training critical 0 5m step-anatomy
 LossScaleCollapse training critical 0 5m step-anatomy
 LossSpike training warning 2m 5m step-anatomy
@@ -133,6 +134,8 @@ OTHER_LABELS = {
     "uuid",
     "part",
     "rule_group",
+    "scrape_job",
+    "limit",
     "address",
     "alertmanager",
 }

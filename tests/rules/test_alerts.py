@@ -104,6 +104,19 @@ def test_an_overdue_checkpoint_stays_overdue_if_a_restarted_run_saves_none(
     assert failures(rules, [case.test()], tmp_path) == ""
 
 
+def test_a_run_that_always_ends_before_its_next_checkpoint_is_overdue(some_rules, tmp_path):
+    case = next(case for case in training.CASES if case.series == training.failing(pause=1))
+
+    assert failures(some_rules(only=case.about), [case.test()], tmp_path) == ""
+
+
+@pytest.mark.slow
+def test_no_checkpoint_is_overdue_if_rank_0_saves_but_is_not_read(some_rules, tmp_path):
+    case = training.RANK_0_UNREAD
+
+    assert failures(some_rules(only=case.about), [case.test()], tmp_path) == ""
+
+
 def test_the_watchdog_fires_without_any_series(alert_rules, tmp_path):
     always = {
         "interval": "1m",

@@ -129,17 +129,20 @@ _BY_NAME = {spec.name: spec for spec in CATALOG}
 _PARTS = ("_sum", "_count", "_bucket")
 
 
-def gaps(expression: str) -> set[str]:
-    """Return the metrics that an expression reads, also by recording rules, but lean leaves out."""
-    return set(_gaps(promql_parser.parse(expression), frozenset()))
+def gaps(expression: str, recorded_as: str = "") -> set[str]:
+    """Return the metrics that an expression reads, also by recording rules, but lean leaves out.
+
+    A rule may read its own last value.
+    """
+    return set(_gaps(promql_parser.parse(expression), frozenset(), recorded_as))
 
 
-def _gaps(node: promql_parser.Expr, labels: frozenset[str]) -> Iterator[str]:
+def _gaps(node: promql_parser.Expr, labels: frozenset[str], recorded_as: str) -> Iterator[str]:
     """Yield the metrics; `labels` are those that the expression around `node` needs."""
     if isinstance(node, VectorSelector):
         name = node.name or ""
-        for expression in RECORDED.get(name, ()):
-            yield from gaps(expression)
+        for expression in RECORDED.get(name, ()) if name != recorded_as else ():
+            yield from gaps(expression, name)
         part = next((part for part in _PARTS if name.endswith(part)), "")
         spec = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix(part))
         if spec is not None and not _is_served(spec, part, node, labels):
@@ -149,7 +152,7 @@ def _gaps(node: promql_parser.Expr, labels: frozenset[str]) -> Iterator[str]:
     if isinstance(node, BinaryExpr) and node.modifier is not None and node.modifier.matching:
         labels |= set(node.modifier.matching.labels)
     for child in children(node):
-        yield from _gaps(child, labels)
+        yield from _gaps(child, labels, recorded_as)
 
 
 def _is_served(
@@ -240,10 +243,12 @@ def test_a_gap_is_found(expression, missing):
 
 def reads(expression: str) -> set[str]:
     """Return the series that an expression reads, with those of the recording rules it reads."""
-    names = {name for name, _ in selectors(expression)}
-    return names | {
-        each for name in names for inner in RECORDED.get(name, ()) for each in reads(inner)
-    }
+    names, unread = set[str](), [expression]
+    while unread:
+        found = {name for name, _ in selectors(unread.pop())} - names
+        names |= found
+        unread += [inner for name in found for inner in RECORDED.get(name, ())]
+    return names
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from rules.history import GONE, counter, gauge, of_both, of_rank, training
+from rules.history import GONE, SCRAPE, counter, gauge, of_both, of_rank, training
 from rules.promtool import failures
 
 from zerowatch.dashboards import recording_rules as recorded
@@ -145,16 +145,25 @@ CASES = {
         | of_rank(0, "zerowatch_checkpoints_total", standing(2), outcome="failed"),
         {"": 120},
     ),
-    # Of a process that has ended; the next one has saved none.
+    # Of a process that has ended; the next one has saved none. The last checkpoint was saved at the
+    # end, and read once, between two evaluations.
     recorded.LAST_CHECKPOINT_IN_WEEK: (
-        of_rank(0, SAVED, gauge((2, 100), (2, 220), (2, GONE))),
-        {"": 220},
+        of_rank(0, SAVED, gauge((2, 100), (1.6, 200), (SCRAPE, 215), (3, GONE))),
+        {"": 215},
     ),
     recorded.CHECKPOINT_INTERVAL_IN_WEEK: (
         of_rank(0, "process_start_time_seconds", standing(40))
         | of_rank(0, SAVED, gauge((4, 400), (2, GONE)))
         | of_rank(0, "zerowatch_checkpoints_total", gauge((4, 3), (2, GONE)), outcome="saved"),
         {"": 120},
+    ),
+    # The second process is read 77 seconds after the first, which trained for 18 since its last
+    # checkpoint.
+    recorded.UNSAVED_SINCE: (
+        of_rank(0, "process_start_time_seconds", gauge((4, 40), (1, GONE), (2, 300)))
+        | of_rank(0, ACTIVE, gauge((4, 1), (1, GONE), (2, 1)))
+        | of_rank(0, SAVED, gauge((2, 100), (2, 220), (3, GONE))),
+        {"": 220 + 77},
     ),
     # The scrapes of 357 s and 240 s.
     recorded.RANK_ACTIVE_TIME: (

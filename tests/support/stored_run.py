@@ -190,9 +190,7 @@ OF_MEMORY = [
     *parts(recorded.BASELINE, "device", **{"cuda:0": 1.5e9, "cpu": 2.5e9}),
     *whole(recorded.LEAK, 2048, device="cuda:0", category="other"),
     *ranks(recorded.HEADROOM_RATIO, 0.1, 0.0625, 0.0875, device="cuda:0"),
-    *ranks(bytes_of.MEMORY_BYTES, 3e10, 5e10, 6e10, device="cpu", state="allocated"),
-    *ranks(bytes_of.MEMORY_BYTES, 9e10, 9e10, 9e10, device="cpu", state="reserved"),
-    *ranks(bytes_of.MEMORY_LIMIT, 2e11, 4e11, 2.5e11, device="cpu"),
+    *parts(recorded.NODE_MEMORY_RATIO, "node", a=0.15, b=0.44),
     *parts(recorded.PREDICTION_ERROR, "device", **{"cuda:0": 0.017}),
     *ranks(bytes_of.OOMS, 1, 0, 2, device="cuda:0", outcome="replayed"),
     *ranks(bytes_of.ALLOC_RETRIES, 3, 5, 11, device="cuda:0"),
@@ -200,7 +198,6 @@ OF_MEMORY = [
     *parts(recorded.OFFLOAD_RATIO, "direction", to_host=0.07, to_device=0.08),
     *ranks(window.WINDOW_REPLAYS, 4, outcome="committed"),
     *ranks(window.ENGINE_REBUILDS, 3, outcome="undone"),
-    *ranks(window.RESTARTS, 2),
     *whole(recorded.REPLAY_RATIO, 0.015),
     *whole(recorded.REPLAY_RATIO_LONG, 0.008),
 ]
@@ -255,7 +252,7 @@ OF_THE_RUN = [
     *whole(recorded.RUN_START, NOW - 5000),
     *whole(recorded.SAMPLES_RATE, 52),
     *whole(recorded.GOODPUT, 0.93),
-    *whole(recorded.LAST_CHECKPOINT, NOW - 700),
+    *whole(recorded.LAST_CHECKPOINT_IN_WEEK, NOW - 700),
     *ranks(steps.LAST_STEP_TIMESTAMP, NOW - 5, NOW - 9, NOW - 6),
     *ranks(steps.RUN_ACTIVE, 1, 1, 0),
     *ranks(steps.CHECKPOINTS, 17, outcome="saved"),
@@ -353,7 +350,7 @@ OF_OTHER_RUNS = [
 OF_THE_VANISHED_RUN = [
     replace(series, labels={**series.labels, "run": "vanished"}, ended=400)
     for series in (
-        *whole(recorded.LAST_CHECKPOINT, NOW - 900),
+        *whole(recorded.LAST_CHECKPOINT_IN_WEEK, NOW - 900),
         *ranks(steps.CHECKPOINTS, 15, outcome="saved"),
         *ranks(steps.CHECKPOINT_SECONDS, 51),
         *ranks(steps.LAST_CHECKPOINT_BYTES, 1.3e10),
@@ -361,7 +358,7 @@ OF_THE_VANISHED_RUN = [
         *ranks(bytes_of.ALLOC_RETRIES, 7, 6, device="cuda:0"),
         *ranks(window.WINDOW_REPLAYS, 8, outcome="gave_up"),
         *ranks(window.ENGINE_REBUILDS, 9, outcome="refused"),
-        *ranks(window.RESTARTS, 1),
+        *whole(recorded.RUN_ATTEMPT, 1),
     )
 ]
 # Rank 0 of this run has just moved from one address to another.

@@ -178,6 +178,17 @@ CASES = (
         until="15m",
     ),
     Case(
+        title="Does not fire if a rank alone fills its container, next to two ranks in another",
+        near="ZerowatchHostMemoryNodeFull",
+        series=on_one_host((15, 100))
+        | {
+            series.replace('rank="0"', 'rank="2"').replace("10.0.0.0:", "10.0.0.2:"): values
+            for series, values in on_one_host((15, 950)).items()
+            if 'rank="0"' in series
+        },
+        until="15m",
+    ),
+    Case(
         title="Does not fire if two ranks use 88 % of the memory of their host",
         near="ZerowatchHostMemoryNodeFull",
         series=on_one_host((15, 440)),

@@ -56,6 +56,12 @@ def evaluates(minutes: float, group: str = GROUP, **labels: str) -> Series:
     return of_server("prometheus_rule_group_rules", gauge((minutes, 9)), rule_group=group, **labels)
 
 
+def scrapes(minutes: float, job: str = "zerowatch", **labels: str) -> Series:
+    """Return the number of targets that Prometheus has of a scrape configuration."""
+    targets = gauge((minutes, 8))
+    return of_server("prometheus_target_scrape_pool_targets", targets, scrape_job=job, **labels)
+
+
 def ended(after: float, minutes: float) -> Series:
     """Return the series of two healthy ranks whose run ends after so many of the minutes."""
     stretches = ((after, 1), (0.25, 0), (minutes - after - 0.25, GONE))
@@ -87,7 +93,9 @@ CASES = (
     ),
     Case(
         title="Fires if a file of targets, read each five minutes, cannot be read",
-        series=training(40) | of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES),
+        series=training(40)
+        | scrapes(40)
+        | of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES),
         alert=alert("PrometheusDiscoveryFailing", SERVER),
         fires_at="13m15s",
         recovers_at="29m",
@@ -116,7 +124,7 @@ CASES = (
     ),
     Case(
         title="Fires if a file of targets cannot be read while no run trains",
-        series=of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES),
+        series=of_server("prometheus_sd_file_read_errors_total", EACH_FIVE_MINUTES) | evaluates(40),
         alert=alert("PrometheusDiscoveryFailing", SERVER),
         fires_at="13m15s",
         recovers_at="29m",
@@ -181,7 +189,8 @@ CASES = (
         series=of_server(
             "prometheus_target_scrapes_exceeded_sample_limit_total",
             counter((3, 0), (15, 0.2), (22, 0)),
-        ),
+        )
+        | scrapes(40, "scrapeConfig/training/zerowatch-night"),
         alert=alert("PrometheusLimitExceeded", {**SERVER, "limit": "sample_limit"}),
         fires_at="4m15s",
         recovers_at="28m",
@@ -212,7 +221,10 @@ CASES = (
     ),
     Case(
         title="Fires if the server of one of two clusters drops alerts, at the same address",
-        series=dropped((3, 0), (15, 0.1), (22, 0), cluster="eu") | dropped((40, 0), cluster="us"),
+        series=dropped((3, 0), (15, 0.1), (22, 0), cluster="eu")
+        | dropped((40, 0), cluster="us")
+        | evaluates(40, cluster="eu")
+        | evaluates(40, cluster="us"),
         alert=alert("PrometheusNotificationsFailing", {**SERVER, "cluster": "eu"}, "critical"),
         fires_at="8m15s",
         recovers_at="28m",
@@ -224,18 +236,21 @@ CASES = (
             "prometheus_notifications_errors_total",
             gauge((3, 0), (17, 1)),
             alertmanager="http://alertmanager:9093/api/v2/alerts",
-        ),
+        )
+        | evaluates(20),
         until="20m",
     ),
     Case(
         title="Does not fire if one of two Alertmanagers is down",
         near="ZerowatchPrometheusNotificationsFailing",
-        series=errors_of("a", (20, 0.1)) | errors_of("b", (20, 0)),
+        series=errors_of("a", (20, 0.1)) | errors_of("b", (20, 0)) | evaluates(20),
         until="20m",
     ),
     Case(
         title="Fires if two of two Alertmanagers are down",
-        series=errors_of("a", (3, 0), (15, 0.1), (22, 0)) | errors_of("b", (40, 0.1)),
+        series=errors_of("a", (3, 0), (15, 0.1), (22, 0))
+        | errors_of("b", (40, 0.1))
+        | evaluates(40),
         alert=alert("PrometheusNotificationsFailing", SERVER, "critical"),
         fires_at="8m15s",
         recovers_at="28m",
@@ -272,5 +287,51 @@ CASES = (
         alert=alert("PrometheusConfigRejected", SENDER),
         fires_at="8m15s",
         recovers_at="18m15s",
+    ),
+    *(
+        Case(
+            title=f"Fires if Prometheus rejects its changed configuration: {title}",
+            series=of_server(
+                "prometheus_config_last_reload_successful", gauge((3, 1), (15, 0), (5, 1))
+            )
+            | ours,
+            alert=alert("PrometheusConfigRejected", SERVER),
+            fires_at="8m15s",
+            recovers_at="18m15s",
+        )
+        for title, ours in (
+            ("a server that evaluates rules", evaluates(23)),
+            ("an agent that scrapes ranks", scrapes(23)),
+        )
+    ),
+    *(
+        Case(
+            title=f"Does not fire on servers of others: {near}",
+            near=f"ZerowatchPrometheus{near}",
+            series=failing
+            | evaluates(20, "/etc/prometheus/rules/node.yaml;node")
+            | scrapes(20, "node")
+            | evaluates(20, instance="ours:9090")
+            | scrapes(20, instance="ours:9090"),
+            until="20m",
+        )
+        for near, failing in (
+            ("NotificationsFailing", errors_of("theirs", (20, 0.1))),
+            ("NotificationsFailing", dropped((20, 0.1))),
+            (
+                "ConfigRejected",
+                of_server("prometheus_config_last_reload_successful", gauge((20, 0))),
+            ),
+            (
+                "LimitExceeded",
+                of_server(
+                    "prometheus_target_scrapes_exceeded_sample_limit_total", counter((20, 0.2))
+                ),
+            ),
+            (
+                "DiscoveryFailing",
+                of_server("prometheus_sd_file_read_errors_total", counter((20, 0.2))),
+            ),
+        )
     ),
 )

@@ -1,4 +1,4 @@
-"""Test cases of the alerts on slow data, idle GPUs, a lower MFU and overdue checkpoints."""
+"""Test cases of the alerts on slow data, idle GPUs, a lower MFU and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ IDLE = {
 }
 DROPPED = {"alertname": "ZerowatchMfuDropped", "severity": "warning", **LABELS}
 OVERDUE = {"alertname": "ZerowatchCheckpointOverdue", "severity": "warning", **LABELS}
+FAILED = {"alertname": "ZerowatchCheckpointFailed", "severity": "warning", **LABELS}
 
 
 def loading(*stretches: Stretch) -> Series:
@@ -101,8 +102,64 @@ def restarted(saves_each: int, ends: int, fires_at: str, until: int) -> Case:
     )
 
 
+def failing(pause: float) -> Series:
+    """Return a run of which only the first process lives until its next checkpoint.
+
+    It saves each 20 minutes, and ends after 41. The next ones end after 25 minutes; the last one
+    saves after 45.
+
+    Args:
+        pause: Minutes between two processes.
+    """
+    without = 3 * pause + 2 * 25 + 45
+    lives: list[Stretch] = [(41, 1)]
+    begun: list[Stretch] = [(41, 1)]
+    for number, minutes in enumerate((25, 25, 50)):
+        lives += [(pause, GONE), (minutes, 1)]
+        begun += [(pause, GONE), (minutes, 60 * (41 + pause + number * (25 + pause)))]
+    saves = gauge((20, GONE), (20, 1200), (1, 2400), (without, GONE), (5, 60 * (41 + without)))
+    number = gauge((20, 0), (20, 1), (1, 2), (pause, GONE), (without - pause, 0), (5, 1))
+    return (
+        training_rank(0, *lives)
+        | training_rank(1, *lives)
+        | of_rank(0, STARTED, gauge(*begun))
+        | of_rank(0, SAVED, saves)
+        | of_rank(0, NUMBER_SAVED, number, outcome="saved")
+    )
+
+
+def unread(*stretches: Stretch, saves: Series) -> Series:
+    """Return a run of two ranks, of which the first is not read for some time."""
+    minutes = sum(stretch[0] for stretch in stretches)
+    ranks = training_rank(0, *stretches) | training_rank(1, (minutes, 1))
+    return ranks | of_rank(0, STARTED, gauge(*stretches)) | saves
+
+
+RESUMED_LATER = ((34.75, 1), (0.25, 0), (45, GONE), (20, 1))
 RESUMED = ((30, 1), (0.25, 0), (59.75, GONE), (25, 1))
 AFTER_A_PAUSE = ((70, 1), (0.25, 0), (199.75, GONE), (110, 1))
+# Not among the cases, because the vanished rank raises its own alert.
+RANK_0_UNREAD = Case(
+    title="Does not fire if rank 0 saves each ten minutes, but is not read for an hour",
+    near="ZerowatchCheckpointOverdue",
+    series=unread(
+        (31, 1),
+        (64, GONE),
+        (25, 1),
+        saves=of_rank(
+            0,
+            SAVED,
+            gauge((10, GONE), (10, 600), (10, 1200), (1, 1800), (64, GONE), (25, 90 * 60)),
+        )
+        | of_rank(
+            0,
+            NUMBER_SAVED,
+            gauge((10, 0), (10, 1), (10, 2), (1, 3), (64, GONE), (25, 9)),
+            outcome="saved",
+        ),
+    ),
+    until="115m",
+)
 CASES = (
     Case(
         title="Fires if loading takes 12.5 % of the time",
@@ -240,5 +297,83 @@ CASES = (
         near="ZerowatchCheckpointOverdue",
         series=training(35),
         until="35m",
+    ),
+    Case(
+        title="Fires if each process ends before its next checkpoint, and is back after a minute",
+        series=failing(pause=1),
+        alert=OVERDUE,
+        fires_at="104m30s",
+        recovers_at="139m15s",
+    ),
+    Case(
+        title="Does not fire if a run that saves each ten minutes is resumed 45 minutes later",
+        near="ZerowatchCheckpointOverdue",
+        series=training_rank(0, *RESUMED_LATER)
+        | training_rank(1, *RESUMED_LATER)
+        | of_rank(0, STARTED, gauge((35, 1), (45, GONE), (20, 80 * 60)))
+        | of_rank(
+            0,
+            SAVED,
+            gauge((10, GONE), (10, 600), (10, 1200), (5, 1800), (57, GONE), (8, 92 * 60)),
+        )
+        | of_rank(
+            0,
+            NUMBER_SAVED,
+            gauge((10, 0), (10, 1), (10, 2), (5, 3), (45, GONE), (12, 0), (8, 1)),
+            outcome="saved",
+        ),
+        until="100m",
+    ),
+    Case(
+        title="Fires on while a few scrapes of rank 0 fail",
+        series=unread(
+            (70, 1),
+            (0.5, GONE),
+            (14.5, 1),
+            saves=of_rank(
+                0,
+                SAVED,
+                gauge((10, GONE), (10, 600), (50, 1200), (0.5, GONE), (9.5, 1200), (5, 80 * 60)),
+            )
+            | of_rank(
+                0,
+                NUMBER_SAVED,
+                gauge((10, 0), (10, 1), (50, 2), (0.5, GONE), (9.5, 2), (5, 3)),
+                outcome="saved",
+            ),
+        ),
+        alert=OVERDUE,
+        fires_at="51m15s",
+        recovers_at="80m15s",
+    ),
+    Case(
+        title="Fires for an hour if a checkpoint cannot be saved",
+        series=training(80) | of_both(NUMBER_SAVED, gauge((3, 0), (77, 1)), outcome="failed"),
+        alert=FAILED,
+        fires_at="3m15s",
+        recovers_at="68m",
+        annotations=annotations_of(
+            "ZerowatchCheckpointFailed",
+            dashboard="zerowatch-overview",
+            summary="Training night-7 could not save a checkpoint",
+            description="Saving a checkpoint failed 1 times in the last hour. If the run fails "
+            "now, it has to continue from an older checkpoint. The log has the error. Check the "
+            "space, the quota and the permissions of the folder.",
+        ),
+    ),
+    Case(
+        title="Fires on if the error ends the process, and the next one trains",
+        series=training_rank(0, (10.2, 1), (1, GONE), (69, 1))
+        | training_rank(1, (10.2, 1), (1, GONE), (69, 1))
+        | of_rank(0, NUMBER_SAVED, gauge((10, 0), (0.2, 1), (1, GONE), (69, 0)), outcome="failed"),
+        alert=FAILED,
+        fires_at="10m15s",
+        recovers_at="75m",
+    ),
+    Case(
+        title="Does not fire if all checkpoints are saved",
+        near="ZerowatchCheckpointFailed",
+        series=saved(19, 5, 10, 15) | of_both(NUMBER_SAVED, gauge((19, 0)), outcome="failed"),
+        until="19m",
     ),
 )
