@@ -67,9 +67,10 @@ MEMORY_PHASE_PEAK = gauge(
 )
 MEMORY_FRAGMENTATION = gauge(
     "memory_fragmentation_bytes",
-    "Memory reserved in blocks too small to be usable at a step's peak.",
+    "Memory reserved in blocks too small to be usable at a step's peak, or free in the pools of "
+    "captured graphs.",
     DEVICE,
-    usual="Below a tenth of memory_limit_bytes. Above it, set "
+    usual="Below a tenth of memory_limit_bytes, unless graphs are captured. Above it, set "
     "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
 )
 MEMORY_PREDICTED_PEAK = gauge(

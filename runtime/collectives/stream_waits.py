@@ -41,12 +41,14 @@ class StreamWaitTracker:
         dropped_in_capture: Number of calls and waits that were left out because a graph was being
             captured.
         replayed_calls: Number of calls in replays of captured graphs.
+        last_replay_ns: When the training thread last replayed a graph, on the clock of
+            `perf_counter_ns`; 0 before the first replay.
         training_thread: Identifier of the training thread.
         device_index: The device on which events are recorded; None until the device is initialized.
     """
 
     def __init__(self, events: EventPool) -> None:
-        self.dropped_in_capture = self.replayed_calls = 0
+        self.dropped_in_capture = self.replayed_calls = self.last_replay_ns = 0
         self._events = events
         self._accelerator = accelerator.current
         self._current_device = self._accelerator.current_device
@@ -112,10 +114,17 @@ class StreamWaitTracker:
 
     def on_capture_end(self) -> None:
         """Record that a graph is complete."""
-        self._capturing = None
+        graph, self._capturing = self._capturing, None
+        if graph is not None:
+            self._accelerator.captured_graphs[id(graph)] = graph
 
     def on_replay(self, graph: Any) -> None:
-        """Count the calls of a graph that runs: neither Python nor their groups see them."""
+        """Count the calls of a graph that runs: neither Python nor their groups see them.
+
+        If the graph is a whole step, its replay is the only sign of progress.
+        """
+        if is_training_thread(self.training_thread):
+            self.last_replay_ns = perf_counter_ns()
         for group, num_calls in self._captured.get(graph, _NO_CALLS).items():
             group.replayed += num_calls
             self.replayed_calls += num_calls

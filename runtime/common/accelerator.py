@@ -13,11 +13,14 @@ Importing this module does not initialize a device.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +29,8 @@ from torch._C._autograd import DeviceType
 logger = logging.getLogger(__name__)
 
 _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_DEFAULT_POOL = (0, 0)  # where the allocator places memory outside of private pools
+_NOT_READY = 600  # cudaErrorNotReady, hipErrorNotReady
 _STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking: the stream does not wait for the default stream
 
 
@@ -61,6 +66,8 @@ class Accelerator(Protocol):
         Stream: The class of its streams, with `wait_stream` and `synchronize`.
         Event: The class of its events, with `record`, `wait` and `synchronize`.
         Graph: The class of its graphs, with `capture_begin`, `capture_end` and `replay`.
+        captured_graphs: The graphs that still exist of those whose capture monitoring has seen, by
+            their ids.
         profiler_device: torch's profiler type of work that runs on the device.
     """
 
@@ -70,6 +77,7 @@ class Accelerator(Protocol):
     Stream: Any
     Event: Any
     Graph: Any
+    captured_graphs: weakref.WeakValueDictionary[int, Any]
     profiler_device: Any
 
     def is_built(self) -> bool:
@@ -104,6 +112,9 @@ class Accelerator(Protocol):
 
     def record_event(self, event: Any, stream: Any) -> None:
         """Mark this moment on a stream, unseen by wrappers of `Event.record`."""
+
+    def query_event(self, event: Any) -> bool:
+        """Return what `Event.query` does. While the driver blocks, other threads can run."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context manager in which a stream is this thread's current stream."""
@@ -144,6 +155,13 @@ class Accelerator(Protocol):
 
     def has_expandable_segments(self) -> bool:
         """Return whether the allocator can return free parts of a segment to the device."""
+
+    def private_pool_bytes(self, index: int) -> int:
+        """Return the free bytes in private pools of the allocator, such as those of graphs.
+
+        Bytes that count as `inactive_split_bytes` are left out. Reads all blocks, so it may take
+        milliseconds.
+        """
 
     def empty_cache(self) -> None:
         """Return the allocator's free blocks to the device. May wait: cudaFree synchronizes."""
@@ -188,6 +206,7 @@ class CudaAccelerator:
         # By device and handle. torch's streams are never destroyed, and the stream of a handle that
         # the runtime gives out again is the same for torch.
         self._streams: dict[tuple[int, int], Any] = {}
+        self.captured_graphs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def current_stream(self) -> Any:
         """Return what `torch.cuda.current_stream` does: the same object each time."""
@@ -197,6 +216,34 @@ class CudaAccelerator:
         if stream is None:  # another thread may make one too
             stream = self._streams.setdefault(key, torch.cuda.current_stream())
         return stream
+
+    def query_event(self, event: Any) -> bool:
+        """Query an event by the runtime's function, without the interpreter lock.
+
+        `torch.cuda.Event.query` keeps the lock, and blocks while another thread holds the lock of
+        the context, as in cudaStreamSynchronize: then no thread of Python would run. To get the
+        interpreter lock again may take 5 ms, so threads that query often use torch's function.
+
+        Raises:
+            RuntimeError: A kernel has failed.
+        """
+        query, clear_error = self._event_functions
+        handle = getattr(event, "cuda_event", None)
+        if query is None or clear_error is None or handle is None:
+            return bool(event.query())
+        if not handle:  # torch makes it when it is recorded
+            return True
+        status = query(ctypes.c_void_p(handle))
+        if status == 0:
+            return True
+        clear_error()  # as torch does, so that a later call does not report it
+        if status != _NOT_READY:
+            raise RuntimeError(f"the query of an event returned the error {status}")
+        return False
+
+    @cached_property
+    def _event_functions(self) -> list[Callable[..., int] | None]:
+        return [_runtime_function(name) for name in ("EventQuery", "GetLastError")]
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context manager for a stream of the current device."""
@@ -265,6 +312,9 @@ class CudaAccelerator:
         a context of half a gigabyte. In the default mode, a query by any thread invalidates the
         capture of a CUDA graph.
 
+        ROCm before 7.2.1 ignores the mode: there a query by any thread can still invalidate a
+        capture, as can a query by the watchdog thread of torch itself.
+
         Returns:
             Whether both were set. If not, this thread must not query events.
         """
@@ -302,6 +352,22 @@ class CudaAccelerator:
             names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
             settings = ",".join(os.environ.get(name, "") for name in names)
         return "expandable_segments:true" in settings.lower().replace(" ", "")
+
+    def private_pool_bytes(self, index: int) -> int:
+        """Add up the free segments of private pools, and the free parts of expandable segments."""
+        parameters = inspect.signature(torch.cuda.memory_snapshot).parameters
+        options = {"include_traces": False} if "include_traces" in parameters else {}
+        try:
+            segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(**options)
+        except RuntimeError:  # the allocator is cudaMallocAsync, which has no segments
+            return 0
+        return sum(
+            each["total_size"] - each["allocated_size"]
+            for each in segments
+            if each["device"] == index
+            and tuple(each["segment_pool_id"]) != _DEFAULT_POOL
+            and (each["is_expandable"] or not each["active_size"])
+        )
 
     def empty_cache(self) -> None:
         """Return the allocator's free blocks to the GPU, if CUDA is initialized."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary, ref
 
 import torch
 
@@ -33,6 +34,7 @@ class MemoryStats(Protocol):
     """Lists the members of `Accelerator` that `CudaMemory` needs."""
 
     kind: str
+    captured_graphs: WeakValueDictionary[int, Any]
 
     def is_initialized(self) -> bool:
         """Return whether the device is in use."""
@@ -48,6 +50,9 @@ class MemoryStats(Protocol):
 
     def has_expandable_segments(self) -> bool:
         """Return whether the allocator can return free parts of a segment to the device."""
+
+    def private_pool_bytes(self, index: int, /) -> int:
+        """Return the free bytes in private pools, except `inactive_split_bytes`."""
 
 
 class CudaMemory:
@@ -67,7 +72,13 @@ class CudaMemory:
     the last peak used. A segment that is free as a whole does not count, because the allocator
     returns such a segment before it fails. Nor does a block that was freed while another stream may
     still use it, because the allocator waits for that stream first. With expandable segments, the
-    allocator returns free pieces too, and `unusable` is 0.
+    allocator returns free pieces too, and they do not count.
+
+    What is free in the private pool of a captured graph counts always: the allocator neither lends
+    nor returns it as long as the graph exists. To find it takes a reading of all blocks, so it is
+    read again only if graphs have been captured or freed in the last ten seconds, and after a
+    shortage. If only some graphs were freed, their pools count until the allocator has returned
+    them. Without any graph nothing counts, also not the pools that a script makes itself.
     """
 
     def __init__(
@@ -93,6 +104,9 @@ class CudaMemory:
         self._available = self._total = 0.0
         self._num_shortages = 0
         self._has_expandable_segments = False
+        # Those that existed at the last reading. A new graph may have the id of a freed one.
+        self._graphs: list[ref[Any]] = []
+        self._private_pool_bytes = 0
         self._limit_due = float("-inf")
 
     @property
@@ -107,8 +121,8 @@ class CudaMemory:
             return {}
         readings = {state: float(stats[group]["all"][when]) for state, group, when in _STATES}
         readings["limit"] = self._limit_bytes(stats, readings["reserved"])
-        is_returned = self._has_expandable_segments
-        readings["unusable"] = 0.0 if is_returned else readings["inactive_split"]
+        in_pieces = 0.0 if self._has_expandable_segments else readings["inactive_split"]
+        readings["unusable"] = in_pieces + self._private_pool_bytes
         readings["alloc_retries"] = float(stats["num_alloc_retries"])
         return readings
 
@@ -126,12 +140,23 @@ class CudaMemory:
 
     def _limit_bytes(self, stats: Mapping[str, Any], reserved: float) -> float:
         now, num_shortages = self._now(), stats["num_alloc_retries"] + stats["num_ooms"]
-        if now >= self._limit_due or num_shortages != self._num_shortages:
+        is_short = num_shortages != self._num_shortages
+        if now >= self._limit_due or is_short:
             self._limit_due, self._num_shortages = now + _LIMIT_SECONDS, num_shortages
             free, self._total = self._device.memory_info(self._index)
             self._available = free + reserved
             self._has_expandable_segments = self._device.has_expandable_segments()
+            self._read_private_pools(is_short=is_short)
         return min(self._available, self._device.memory_fraction(self._index) * self._total)
+
+    def _read_private_pools(self, *, is_short: bool) -> None:
+        references = self._device.captured_graphs.valuerefs()  # other threads may capture graphs
+        graphs: list[ref[Any]] = [each for each in references if each() is not None]
+        if is_short or graphs != self._graphs:
+            self._graphs = graphs
+            self._private_pool_bytes = 0
+            if graphs:
+                self._private_pool_bytes = self._device.private_pool_bytes(self._index)
 
 
 def device_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:

@@ -181,6 +181,7 @@ def hang_context(context: WatchContext, thread: ComparisonThread) -> HangContext
         folder=context.folder,
         is_training=is_training,
         device_index=context.device_index,
+        last_replay_ns=lambda: context.call_recorder.stream_waits.last_replay_ns,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_PEAK, MEMORY_STATES
+from zerowatch.runtime.common import accelerator
 from zerowatch.runtime.devices.cuda_allocator import device_memory
 from zerowatch.runtime.devices.host_memory import HostMemory
 
@@ -84,3 +85,22 @@ def test_reading_on_another_thread_does_not_break_a_graph_capture() -> None:
 
     assert readings[0]["limit"] > 0
     assert tensor.sum().item() == 8
+
+
+def test_what_is_free_in_the_pool_of_a_captured_graph_is_unusable() -> None:
+    def unusable() -> float:
+        return device_memory(0, reset_peak=False).read()["unusable"]
+
+    torch.zeros(1, dtype=torch.uint8, device="cuda")  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    before = unusable()
+    with torch.cuda.graph(graph):
+        torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda")  # freed at once
+    accelerator.current.captured_graphs[id(graph)] = graph  # as the hooks of streams do
+
+    captured = unusable()
+    del graph
+    freed = unusable()
+
+    assert captured - before >= 256 * MIB
+    assert freed - before < 256 * MIB

@@ -148,6 +148,25 @@ out(allowed=allowed, private=one.cuda_stream != two.cuda_stream
     assert found == {"allowed": [True], "private": True}
 
 
+def test_events_are_queried_by_the_runtime_s_own_function() -> None:
+    found = run_code("""
+import torch
+from zerowatch.runtime.common import accelerator
+torch.ones(1, device="cuda")
+never, early, late = (torch.cuda.Event() for _ in range(3))
+early.record()
+torch.cuda.synchronize()
+torch.cuda._sleep(2_000_000_000)
+late.record()
+torch.cuda.Event.query = lambda event: 1 / 0  # it holds the interpreter lock
+passed = [accelerator.current.query_event(each) for each in (never, early, late)]
+torch.cuda.synchronize()
+out(passed=passed, at_the_end=accelerator.current.query_event(late))
+""")
+
+    assert found == {"passed": [True, True, False], "at_the_end": True}
+
+
 @pytest.mark.parametrize("connections", [None, "1"], ids=["unset", "one connection"])
 def test_a_kernel_does_not_wait_behind_a_private_stream_except_in_a_single_queue(
     record_property: Record, connections: str | None

@@ -1,9 +1,13 @@
-"""Reads the state of this rank and of its peers for hang detection, without blocking."""
+"""Reads the state of this rank and of its peers for hang detection.
+
+Only the driver may block. It is asked on a thread of its own, for a limited time.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -18,6 +22,7 @@ from ...common.fail_open import FailOpen
 from ...common.group_backend import backend_name
 from ..comparison_thread import ComparisonThread
 from ..exchange.rank_messages import Heartbeat
+from .driver_calls import DriverCalls
 from .hang_evidence import CallSummary, RankSetSummary
 
 # Number of last calls of each rank set that are read for a report.
@@ -38,7 +43,8 @@ class HangContext:
         folder: Returns the run folder, or None until the run has one.
         is_training: Returns whether the monitored module is in training mode.
         device_index: torch's index of the accelerator that this rank trains on. None on CPU.
-        now_ns: A clock in nanoseconds.
+        last_replay_ns: Returns when training last replayed a captured graph, 0 if it never did.
+        now_ns: A clock in nanoseconds, also that of `last_replay_ns`.
     """
 
     def __init__(
@@ -51,26 +57,43 @@ class HangContext:
         folder: Callable[[], Path | None],
         is_training: Callable[[], bool] = lambda: True,
         device_index: int | None = None,
+        last_replay_ns: Callable[[], int] = lambda: 0,
         now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self.rank = rank
         self._folder = folder
         self._groups = groups
         self._thread = thread
-        self._now_ns = now_ns
+        self._now_ns, self._last_replay_ns = now_ns, last_replay_ns
         self._device_index, self._is_device_lost = device_index, False
+        self._this_thread = threading.local()
         self._seen: list[tuple[int, bool, bool]] = []
         self._changed_ns = 0
+        self._driver_calls = DriverCalls(fail_open, self.prepare_thread)
         self._is_training_hook = fail_open.wrap("hang training mode", is_training)
         self._prepare_thread_hook = fail_open.wrap("hang device", self._prepare_thread)
         self._last_activity_ns_hook = fail_open.wrap("hang activity", self._find_last_activity_ns)
         self._peers_hook = fail_open.wrap("hang peers", self._find_peers)
         self._rank_sets_hook = fail_open.wrap("hang groups", self._summarize_rank_sets)
         self._last_calls_hook = fail_open.wrap("hang calls", self._summarize_last_calls)
+        self._ask_driver_hook = fail_open.wrap("hang driver", self._query_last_event)
         self._divergence_hook = fail_open.wrap("hang divergence", lambda: thread.divergence)
         self._flight_recorder_dump_hook = fail_open.wrap("flight recorder", flight_recorder_dump)
         self._others_hang_hook = fail_open.wrap("hang notice", lambda: thread.others_hang)
         self._announce_hang_hook = fail_open.wrap("hang notice", thread.announce_hang)
+
+    def start(self) -> None:
+        """Start the thread that asks the driver, if this rank trains on a device.
+
+        Raises:
+            RuntimeError: The system allows no more threads.
+        """
+        if self._device_index is not None:
+            self._driver_calls.start()
+
+    def close(self) -> None:
+        """End the thread that asks the driver. Safe to call twice."""
+        self._driver_calls.close()
 
     def folder(self) -> Path | None:
         """Return the run folder, or None until the run has one."""
@@ -81,7 +104,7 @@ class HangContext:
         return self._is_training_hook()
 
     def last_activity_ns(self) -> int | None:
-        """Return when a collective was last observed to start or end.
+        """Return when a collective was last observed to start or end, or a graph was replayed.
 
         This method compares the current state with the state at its last call, so recording a
         collective has no extra cost. The precision of the time is the interval between the calls.
@@ -93,12 +116,19 @@ class HangContext:
         return self._peers_hook()
 
     def rank_sets(self) -> list[RankSetSummary] | None:
-        """Return this rank's rank sets."""
-        return self._rank_sets_hook()
+        """Return this rank's rank sets. None if the driver blocks."""
+        return self._driver_calls.call(self._rank_sets_hook)
 
     def last_calls(self) -> list[CallSummary] | None:
-        """Return the last calls and all calls in flight of each rank set, in order of issue."""
-        return self._last_calls_hook()
+        """Return the last calls and all calls in flight of each rank set, in order of issue.
+
+        None if the driver blocks.
+        """
+        return self._driver_calls.call(self._last_calls_hook)
+
+    def is_driver_blocked(self) -> bool:
+        """Return whether the driver has not answered in time, and has not answered since."""
+        return self._driver_calls.is_blocked
 
     def divergence(self) -> str | None:
         """Return which ranks diverged from the common sequence of collectives, as a message."""
@@ -107,14 +137,21 @@ class HangContext:
     def flight_recorder_dump(self) -> bytes | None:
         """Return torch's own record of collectives as JSON; None if there is none.
 
-        The dump queries the events of the calls.
+        The dump queries the events of the calls. If the driver blocks there is none: the dump would
+        hold the interpreter lock for as long. A rank without calls in flight has not asked the
+        driver before.
         """
-        return self._flight_recorder_dump_hook() if self.prepare_thread() else None
+        self._driver_calls.call(self._ask_driver_hook)
+        if self.is_driver_blocked() or not self.prepare_thread():
+            return None
+        return self._flight_recorder_dump_hook()
 
     def prepare_thread(self) -> bool | None:
         """Let the calling thread of monitoring query events. Return success.
 
-        `rank_sets` and `last_calls` do so themselves. On a new thread, the driver may block.
+        `rank_sets` and `last_calls` do so themselves. On a new thread, the driver may block. Each
+        thread is prepared once, as torch.cuda.set_device may call the driver each time, and holds
+        the interpreter lock.
         """
         return self._prepare_thread_hook()
 
@@ -127,9 +164,11 @@ class HangContext:
         self._announce_hang_hook(hangs)
 
     def _prepare_thread(self) -> bool:
-        index = self._device_index
-        if index is not None and not self._is_device_lost:
+        index, this_thread = self._device_index, self._this_thread
+        is_prepared = getattr(this_thread, "is_prepared", False)
+        if index is not None and not self._is_device_lost and not is_prepared:
             self._is_device_lost = not accelerator.current.prepare_thread(index)
+            this_thread.is_prepared = True
         return not self._is_device_lost
 
     def _may_query(self) -> bool:
@@ -140,12 +179,21 @@ class HangContext:
         is_ours = threading.current_thread().name.startswith("zerowatch-")
         return not is_ours or bool(self.prepare_thread())
 
+    def _query_last_event(self) -> None:
+        """Query an event of any call, running or ended. Blocks if the driver does."""
+        recent = (reversed(list(each.recent)) for each in self._groups.rank_sets())
+        events = (call.end_event for calls in recent for call in calls)
+        event = next((each for each in events if each is not None), None)
+        if event is not None and self._may_query():
+            with suppress(RuntimeError):  # a kernel has failed, so the driver does answer
+                accelerator.current.query_event(event)
+
     def _find_last_activity_ns(self) -> int:
         seen = [_progress(rank_set) for rank_set in self._groups.rank_sets()]
         if seen != self._seen:
             self._seen = seen
             self._changed_ns = self._now_ns()
-        return self._changed_ns
+        return max(self._changed_ns, self._last_replay_ns())
 
     def _find_peers(self) -> Mapping[int, Heartbeat] | None:
         peers = self._thread.peers
@@ -224,7 +272,7 @@ def _is_in_flight(call: CollectiveCall, *, may_query: bool) -> bool:
         return not call.settled
     is_read = call.settled and call.timed  # if so, other calls may use its events now
     if call.end_event is not None and not is_read:
-        return may_query and not call.end_event.query()
+        return may_query and not accelerator.current.query_event(call.end_event)
     if call.is_bound and call.stream_wait is None:
         return False  # on a device, and training has not waited for it yet
     return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)

@@ -76,6 +76,8 @@ class HangEvidence:
         rank_sets: This rank's rank sets, by key.
         calls: This rank's last collectives, by rank set, in the order of issue.
         divergence: A message that names the ranks whose collectives diverged, or None.
+        is_driver_blocked: Whether the device's driver does not answer, so that `rank_sets` or
+            `calls` are missing.
     """
 
     rank: int
@@ -91,3 +93,4 @@ class HangEvidence:
     rank_sets: Mapping[str, RankSetSummary]
     calls: Sequence[CallSummary]
     divergence: str | None = None
+    is_driver_blocked: bool = False

@@ -1,6 +1,7 @@
 """Checks each second whether training hangs. On a hang it writes a report, and may abort.
 
-A check only reads memory. It takes some microseconds and never blocks. Writing the report and the
+A check only reads memory, and takes some microseconds. If it has to ask the driver, as for the
+report, another thread asks, and the check waits for at most two seconds. Writing the report and the
 log lines may block, so they are written on a thread of their own. The watch thread writes files, so
 it may block, too: another thread then checks instead of it.
 """
@@ -112,6 +113,7 @@ class HangMonitor:
             RuntimeError: The system allows no more threads.
         """
         if self._settings.enabled:
+            self._context.start()
             self._thread.start()
 
     def expected_pause(self) -> str | None:
@@ -172,13 +174,13 @@ class HangMonitor:
         """End a hang, and wait up to `timeout_seconds` for a report that is being written."""
         self._is_closed.set()
         self._thread.join(timeout_seconds)
+        self._context.close()
         if self._settings.enabled:
             self._set_no_hang()
         self._wait_for_report(timeout_seconds)
 
     def _check_if_late(self) -> None:
         """Check once a second while nothing else checks. Else only look from time to time."""
-        self._context.prepare_thread()  # before a hang, in which the driver may block
         num_seen, seconds = 0, LOOK_SECONDS
         while not self._is_closed.wait(seconds):
             is_late = self._num_checks == num_seen
@@ -233,6 +235,9 @@ class HangMonitor:
 
     def _evidence(self, *, is_announced: bool) -> HangEvidence:
         context = self._context
+        rank_sets = context.rank_sets() or ()
+        calls = context.last_calls() if rank_sets else ()
+        is_driver_blocked = context.is_driver_blocked()  # at once: the driver may answer later
         return HangEvidence(
             rank=context.rank,
             host=socket.gethostname(),
@@ -245,8 +250,9 @@ class HangMonitor:
             divergence=context.divergence(),
             location=python_location(self._phase_timer.training_thread),
             peers=context.peers(),
-            rank_sets={rank_set.key: rank_set for rank_set in context.rank_sets() or ()},
-            calls=context.last_calls() or (),
+            rank_sets={rank_set.key: rank_set for rank_set in rank_sets},
+            calls=calls or (),
+            is_driver_blocked=is_driver_blocked,
         )
 
     def _write_and_log(self, evidence: HangEvidence) -> None:

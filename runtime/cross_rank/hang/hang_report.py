@@ -157,7 +157,7 @@ def _calls(evidence: HangEvidence) -> Iterator[str]:
         earlier = [call for call in calls[:-MAX_CALLS] if call.in_flight]
         yield from (f"  {_call(call)}" for call in [*earlier[:MAX_CALLS], *calls[-MAX_CALLS:]])
     if not by_key:
-        yield "  none"
+        yield "  unknown: the driver does not answer" if evidence.is_driver_blocked else "  none"
 
 
 def _call(call: CallSummary) -> str:
@@ -224,7 +224,10 @@ def _about_missing(absent: MissingRanks, peers: Mapping[int, Heartbeat]) -> str:
 
 def _about_this_rank(evidence: HangEvidence) -> str:
     """Describe a rank that waits in no known collective. Other ranks may wait for this rank."""
-    where = f"is in {evidence.phase} and in no recorded collective, at {evidence.location}"
+    collective = " and in no recorded collective"
+    if evidence.is_driver_blocked:
+        collective = ", and the driver does not answer which collectives run"
+    where = f"is in {evidence.phase}{collective}, at {evidence.location}"
     waiting = waiting_ranks(evidence)
     if waiting:
         return (

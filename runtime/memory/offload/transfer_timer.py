@@ -83,6 +83,9 @@ class OffloadTimer:
         If the current stream changed within a transfer, its start is on another stream than its
         end, and the device may pass the end first.
         """
+        if self._events is not None and self._events.disabled:
+            self._unread.clear()  # this thread must not query the device
+            return
         while self._unread and all(event.query() for event in self._unread[0][1:]):
             transfer, start, end = self._unread.popleft()
             _split_time(self._device_ns, transfer, start.elapsed_time(end) * 1e6)

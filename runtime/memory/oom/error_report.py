@@ -245,6 +245,7 @@ def advice(evidence: OomEvidence) -> list[str]:
         *_worker_advice(evidence),
         *_saving_advice(evidence),
         *_fragmentation_advice(evidence),
+        *_graph_advice(evidence),
         *_first_step_advice(evidence),
         *_limit_advice(evidence),
         *_batch_advice(evidence),
@@ -301,6 +302,9 @@ def _memory(evidence: OomEvidence) -> Iterator[str]:
     if evidence.device != "cpu" and fragmented is not None:
         size = _size(fragmented)
         yield f"  reserved in blocks too small for this request (fragmentation): {size}"
+    if evidence.private_pool_bytes:
+        size = _size(evidence.private_pool_bytes)
+        yield f"  free, but only in private pools, such as those of captured graphs: {size}"
     if "alloc_retries" in readings:
         yield f"  allocator retries after freeing its cache: {readings['alloc_retries']:.0f}"
     if evidence.growth_bytes_per_step:
@@ -439,6 +443,16 @@ def _fragmentation_advice(evidence: OomEvidence) -> Iterator[str]:
         yield (
             f"{format_bytes(fragmented)} were reserved and unusable (fragmentation); "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of it."
+        )
+
+
+def _graph_advice(evidence: OomEvidence) -> Iterator[str]:
+    held, requested = evidence.private_pool_bytes, evidence.error.requested_bytes
+    if requested and held >= requested:
+        yield (
+            f"{format_bytes(held)} are free in private pools, such as those of captured graphs, "
+            "where no other request can use them: capture fewer shapes, or a smaller part of the "
+            "step."
         )
 
 

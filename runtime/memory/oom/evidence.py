@@ -207,9 +207,21 @@ class OomEvidence:
 
     @property
     def fragmented_bytes(self) -> float | None:
-        """The reserved bytes in blocks too small for the request, from the error or a reading."""
+        """The reserved bytes in blocks too small for the request, from the error or a reading.
+
+        Those of private pools are not included.
+        """
         reported = self.error.reported_bytes.get("reserved_unallocated")
-        return self.readings.get("unusable") if reported is None else reported
+        if reported is not None or "unusable" not in self.readings:
+            return reported
+        return min(self.readings["unusable"], self.readings.get("inactive_split", math.inf))
+
+    @property
+    def private_pool_bytes(self) -> float:
+        """The free bytes in private pools, such as those of captured graphs."""
+        if "reserved_unallocated" in self.error.reported_bytes:
+            return self.error.reported_bytes.get("private_pools", 0.0)
+        return (self.readings.get("unusable") or 0.0) - (self.fragmented_bytes or 0.0)
 
     @property
     def in_use_bytes(self) -> float | None:

@@ -58,6 +58,7 @@ _REPORTED = {
     "in_use": re.compile(rf"this process has {_SIZE} memory in use"),
     "allowed": re.compile(rf"{_SIZE} allowed"),
     "allocated": re.compile(rf"Of the allocated memory {_SIZE}"),
+    "private_pools": re.compile(rf"with {_SIZE} allocated in private pools"),
     "reserved_unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
 }
 # With PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync.
@@ -81,7 +82,9 @@ class OomError:
             decimals only.
         message: The line that describes the error, without a stack.
         reported_bytes: Other sizes in the text: total, free, in_use, allowed (by
-            `set_per_process_memory_fraction`), allocated, reserved_unallocated.
+            `set_per_process_memory_fraction`), allocated, private_pools, reserved_unallocated.
+            torch calls the free blocks of private pools "allocated in private pools": allocated
+            includes private_pools, and reserved_unallocated does not.
         worker: The process that raised the error, if it was not the current process.
     """
 

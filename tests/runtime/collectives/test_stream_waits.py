@@ -5,6 +5,8 @@ Covers `call_recorder.py`.
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -19,6 +21,7 @@ from fakes.waits_for_calls import (
 )
 
 from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.runtime.collectives import stream_waits
 from zerowatch.runtime.collectives.stream_waits import MAX_EVENTS
 from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER
 
@@ -140,6 +143,41 @@ def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: D
     assert after == before
     assert rank.instrumentation.call_recorder.dropped_in_capture == 1
     assert step.exposed_seconds == 0.0
+
+
+def test_a_replay_on_the_training_thread_is_noted_with_its_time(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_waits, "perf_counter_ns", rank.host)
+    waits, graph = rank.recorder.stream_waits, rank.cuda.Graph()
+    graph.capture_begin()
+    graph.capture_end()
+    before = waits.last_replay_ns
+    rank.host.elapse(5)
+    replayed_at = rank.host.now_ns
+    graph.replay()
+    after = waits.last_replay_ns
+
+    rank.host.elapse(5)
+    other = threading.Thread(target=graph.replay)  # a graph of an evaluation, for example
+    other.start()
+    other.join()
+
+    assert (before, after, waits.last_replay_ns) == (0, replayed_at, replayed_at)
+
+
+def test_the_captured_graphs_that_still_exist_are_known(rank: DeviceRank) -> None:
+    graphs = [rank.cuda.Graph() for _ in range(2)]
+    for graph in graphs:
+        graph.capture_begin()
+        graph.capture_end()
+    num_before = len(rank.cuda.captured_graphs)
+
+    del graph, graphs[1]
+    gc.collect()
+
+    assert num_before == 2
+    assert list(rank.cuda.captured_graphs.values()) == graphs
 
 
 def test_events_are_used_again_once_read(rank: DeviceRank) -> None:

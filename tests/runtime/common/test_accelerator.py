@@ -270,6 +270,67 @@ def test_a_thread_that_cannot_be_prepared_makes_no_further_call(
     assert runtime.calls == [3, 3]
 
 
+class FakeEventRuntime:
+    """The functions of the runtime that query an event, and clear an error of this thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.status, self.handles, self.num_cleared = 0, [], 0
+        functions = {"EventQuery": self._query, "GetLastError": self._clear}
+        monkeypatch.setattr(accelerator, "_runtime_function", functions.get)
+
+    def _query(self, handle: Any) -> int:
+        self.handles.append(handle.value)
+        return self.status
+
+    def _clear(self) -> int:
+        self.num_cleared += 1
+        return self.status
+
+
+EVENT = SimpleNamespace(cuda_event=2**40, query=lambda: pytest.fail("holds the interpreter lock"))
+
+
+@pytest.mark.parametrize(("status", "has_passed"), [(0, True), (600, False)])
+def test_an_event_is_queried_by_the_runtime_s_function_and_leaves_no_error_behind(
+    monkeypatch: pytest.MonkeyPatch, status: int, has_passed: bool
+) -> None:
+    runtime = FakeEventRuntime(monkeypatch)
+    runtime.status = status
+
+    assert accelerator.CudaAccelerator().query_event(EVENT) is has_passed
+    assert (runtime.handles, runtime.num_cleared) == ([2**40], 0 if has_passed else 1)
+
+
+def test_the_query_of_an_event_raises_the_error_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = FakeEventRuntime(monkeypatch)
+    runtime.status = 710  # cudaErrorAssert
+
+    with pytest.raises(RuntimeError, match="710"):
+        accelerator.CudaAccelerator().query_event(EVENT)
+    assert runtime.num_cleared == 1
+
+
+def test_an_event_that_was_never_recorded_has_passed_as_for_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = FakeEventRuntime(monkeypatch)
+
+    assert accelerator.CudaAccelerator().query_event(SimpleNamespace(cuda_event=0))
+    assert runtime.handles == []
+
+
+@pytest.mark.parametrize("has_passed", [True, False])
+def test_without_the_runtime_s_functions_torch_queries_the_event(
+    monkeypatch: pytest.MonkeyPatch, has_passed: bool
+) -> None:
+    monkeypatch.setattr(accelerator, "_runtime_function", lambda name: None)
+    event = SimpleNamespace(cuda_event=7, query=lambda: has_passed)
+
+    assert accelerator.CudaAccelerator().query_event(event) is has_passed
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_runtime_that_torch_has_loaded_for_itself_only_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

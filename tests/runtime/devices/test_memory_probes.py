@@ -11,6 +11,7 @@ import subprocess
 import sys
 from mmap import PROT_READ, mmap
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -327,6 +328,111 @@ def test_with_expandable_segments_no_free_memory_is_unusable() -> None:
     readings = CudaMemory(0, cuda).read()
 
     assert (readings["inactive_split"], readings["unusable"]) == (2, 0)
+
+
+class Graph:
+    """Stands for a captured graph."""
+
+
+@pytest.mark.parametrize(("expandable", "in_pieces"), [(False, 2), (True, 0)])
+def test_what_is_free_in_the_pools_of_captured_graphs_is_unusable(
+    expandable: bool, in_pieces: int
+) -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    cuda.current["inactive_split_bytes"], cuda.pool_bytes, cuda.expandable = 2, 5, expandable
+    seconds = [0.0]
+    probe = CudaMemory(0, cuda, now=lambda: seconds[0])
+
+    def unusable(now: float) -> float:
+        seconds[0] = now
+        return probe.read()["unusable"]
+
+    before = unusable(0.0)
+    first, second = Graph(), Graph()
+    cuda.captured_graphs |= {id(each): each for each in (first, second)}
+    captured = unusable(10.0)
+    cuda.pool_bytes = 3  # one graph is freed
+    del second
+    one_freed = unusable(20.0)
+    del first
+
+    assert (before, captured, one_freed) == (in_pieces, in_pieces + 5, in_pieces + 3)
+    assert unusable(30.0) == in_pieces
+    assert cuda.num_snapshots == 2
+
+
+def test_the_pools_of_graphs_are_read_only_if_graphs_have_changed_and_after_a_shortage() -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    graph = Graph()
+    cuda.captured_graphs[id(graph)] = graph
+    seconds = [0.0]
+    probe = CudaMemory(0, cuda, now=lambda: seconds[0])
+
+    reads = []
+    for now, retries in ((0.0, 0), (1.0, 0), (20.0, 0), (21.0, 1), (22.0, 1)):
+        seconds[0], cuda.retries = now, retries
+        probe.read()
+        reads.append(cuda.num_snapshots)
+
+    assert reads == [1, 1, 1, 2, 2]
+
+
+def test_the_pools_are_read_again_if_a_new_graph_has_the_id_of_a_freed_one() -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    graph = Graph()
+    cuda.captured_graphs[7] = graph
+    seconds = [0.0]
+    probe = CudaMemory(0, cuda, now=lambda: seconds[0])
+    probe.read()
+
+    del graph
+    graph = Graph()  # CPython places it where the first one was
+    cuda.captured_graphs[7] = graph
+    seconds[0] = 10.0
+    probe.read()
+
+    assert cuda.num_snapshots == 2
+
+
+def segment(device: int = 0, pool: tuple[int, int] = (0, 1), **changes: Any) -> dict[str, Any]:
+    sizes = {"total_size": 100, "allocated_size": 0, "active_size": 0, "is_expandable": False}
+    return {"device": device, "segment_pool_id": pool, **sizes, **changes}
+
+
+@pytest.mark.parametrize("has_option", [True, False])
+def test_free_bytes_of_private_pools_are_those_that_torch_does_not_count_as_split(
+    monkeypatch: pytest.MonkeyPatch, has_option: bool
+) -> None:
+    in_use = {"allocated_size": 30, "active_size": 30}
+    segments = [
+        segment(),
+        segment(pool=(0, 0)),  # the allocator returns it before it fails
+        segment(device=1),
+        segment(**in_use),  # inactive_split_bytes has its free part
+        segment(is_expandable=True, **in_use),
+    ]
+    read = []
+
+    def with_option(include_traces: bool = True) -> list[dict[str, Any]]:
+        read.append(include_traces)
+        return segments
+
+    snapshot = with_option if has_option else lambda: segments
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+
+    assert CudaAccelerator().private_pool_bytes(0) == 170
+    assert read == ([False] if has_option else [])
+
+
+def test_an_allocator_without_segments_has_no_private_pools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def snapshot() -> None:
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+
+    assert CudaAccelerator().private_pool_bytes(0) == 0
 
 
 @pytest.mark.parametrize(

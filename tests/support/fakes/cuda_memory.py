@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from typing import Any
+from weakref import WeakValueDictionary
 
 _COUNTED = ("allocation", "segment", "active", "inactive_split")
 _SIZED = ("allocated", "reserved", "active", "inactive_split", "requested")
@@ -23,6 +24,8 @@ class FakeCudaMemory:
         self.expandable = False
         self.initialized = True
         self.info_calls = 0
+        self.captured_graphs: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.pool_bytes = self.num_snapshots = 0
 
     def is_initialized(self) -> bool:
         return self.initialized
@@ -45,6 +48,10 @@ class FakeCudaMemory:
 
     def has_expandable_segments(self) -> bool:
         return self.expandable
+
+    def private_pool_bytes(self, device: int, /) -> int:
+        self.num_snapshots += 1
+        return self.pool_bytes
 
 
 class FakeAllocator(types.ModuleType):

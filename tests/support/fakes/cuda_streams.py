@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from fakes.sleeping_collectives import MS, FakeWork, ManualClock
@@ -87,12 +88,14 @@ class FakeEvent:
     def query(self) -> bool:
         self.device.check()
         self.device.queried_by.add(threading.current_thread().name)
-        return self.at is not None and self.at <= self.device.host.now_ns
+        return self.at is None or self.at <= self.device.host.now_ns
 
     def elapsed_time(self, later: FakeEvent) -> float:
         self.device.check()
+        if self.at is None or later.at is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not self.query() or not later.query():
-            raise ValueError("Both events must be completed before calculating elapsed time.")
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         if self.device_index != later.device_index:
             raise RuntimeError("CUDA error: invalid resource handle")
         return (later.at - self.at) / MS
@@ -170,6 +173,7 @@ class FakeCuda:
         self.Stream = type("Stream", (FakeStream,), {"device": self})
         self.Event = type("Event", (FakeEvent,), {"device": self})
         self.Graph = type("Graph", (FakeGraph,), {"device": self})
+        self.captured_graphs: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.current_index = 0
         self._current: dict[int, FakeStream] = {}  # by device
         self.used_devices: set[int] = set()
@@ -249,6 +253,9 @@ class FakeCuda:
 
     on_stream = stream
     record_event = staticmethod(FakeEvent.record)
+
+    def query_event(self, event: Any) -> bool:
+        return event.query()
 
     def next_of_pool(self) -> FakeStream:
         """Return what torch returns for a new stream: the next one of the pool."""

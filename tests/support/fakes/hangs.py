@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +89,8 @@ class FakeHangContext:
         issued: The number of its last collective.
         is_waiting: Whether that is in flight.
         announced: What it has announced to the others.
-        prepared: The names of the threads that were prepared for the device.
+        started: Whether the thread that asks the driver was started.
+        driver_blocks: Whether the driver does not answer.
     """
 
     rank = 0
@@ -102,11 +102,16 @@ class FakeHangContext:
         self.issued = 1234
         self.known_peers: dict[int, Heartbeat] | None = {1: peer(1, 1233, age_seconds=33.0)}
         self.announced: list[bool] = []
-        self.prepared: list[str] = []  # names of threads
+        self.started = self.driver_blocks = False
 
-    def prepare_thread(self) -> bool:
-        self.prepared.append(threading.current_thread().name)
-        return True
+    def start(self) -> None:
+        self.started = True
+
+    def close(self) -> None:
+        """There is no thread."""
+
+    def is_driver_blocked(self) -> bool:
+        return self.driver_blocks
 
     def folder(self) -> Path:
         return self.path
@@ -120,7 +125,9 @@ class FakeHangContext:
     def peers(self) -> dict[int, Heartbeat] | None:
         return self.known_peers
 
-    def rank_sets(self) -> list[RankSetSummary]:
+    def rank_sets(self) -> list[RankSetSummary] | None:
+        if self.driver_blocks:
+            return None
         members = (0, *sorted(self.known_peers or {1: None}))
         return [
             RankSetSummary(
@@ -132,8 +139,8 @@ class FakeHangContext:
             )
         ]
 
-    def last_calls(self) -> list[CallSummary]:
-        return [call()]
+    def last_calls(self) -> list[CallSummary] | None:
+        return None if self.driver_blocks else [call()]
 
     def divergence(self) -> str | None:
         return None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._C._autograd import DeviceType
@@ -80,6 +81,7 @@ class HostAccelerator:
         self.module.synchronize = lambda: None
         self._stream = HostStream()
         self.peak_bytes = 2 * GIB
+        self.captured_graphs: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def is_built(self) -> bool:
         return True
@@ -114,6 +116,9 @@ class HostAccelerator:
     def record_event(self, event: HostEvent, stream: Any) -> None:
         event.record(stream)
 
+    def query_event(self, event: HostEvent) -> bool:
+        return event.query()
+
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
         yield
@@ -147,6 +152,9 @@ class HostAccelerator:
 
     def has_expandable_segments(self) -> bool:
         return False
+
+    def private_pool_bytes(self, index: int) -> int:
+        return 0
 
     def empty_cache(self) -> None:
         """There is no cache."""

@@ -109,6 +109,9 @@ class OneKnobJob:
     def on_configuration(self, configuration: Configuration) -> None:
         pass
 
+    def on_observation_discarded(self, num: int, seconds: float) -> None:
+        pass
+
     def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
         pass
 

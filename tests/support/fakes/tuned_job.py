@@ -46,7 +46,7 @@ class Job:
 
     Attributes:
         now: Configuration in use.
-        states, decisions, configurations, num_trials: Events of the controller.
+        states, decisions, configurations, discarded, num_trials: Events of the controller.
         kept, trials, crashed: The stored history by context; what is recorded as on trial; trials
             in which another job may have crashed.
         coverage, oom_risk, replays, loss: Values that the next windows report.
@@ -63,6 +63,7 @@ class Job:
         self.states: list[State] = []
         self.decisions: list[Decision] = []
         self.configurations: list[Configuration] = []
+        self.discarded: list[tuple[int, float]] = []
         self.num_trials = self.num_renewals = 0
         self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
@@ -169,6 +170,9 @@ class Job:
 
     def on_configuration(self, configuration: Configuration) -> None:
         self.configurations.append(configuration)
+
+    def on_observation_discarded(self, num: int, seconds: float) -> None:
+        self.discarded.append((num, seconds))
 
     def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
         pass

@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from fakes.cuda_streams import FakeCuda
 from fakes.rank_sets import FakeGroup, FakeGroups
+from fakes.scraper import eventually
 from fakes.sleeping_collectives import ManualClock
 from torch._C import _distributed_c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.call_batch import CallBatch
+from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet, StreamWait
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
-from zerowatch.runtime.cross_rank.hang import hang_context
+from zerowatch.runtime.cross_rank.hang import driver_calls, hang_context
 from zerowatch.runtime.cross_rank.hang.hang_context import HangContext, flight_recorder_dump
 from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
 
@@ -231,6 +233,16 @@ def test_activity_is_when_a_call_was_seen_to_start_or_end(group: TwoRanks) -> No
     assert times == [100, 100, 300, 300, 500, 600, 600, 800]
 
 
+def test_the_replay_of_a_captured_graph_is_activity(group: TwoRanks) -> None:
+    replayed = [0]
+    context = context_of(group, now_ns=lambda: 100, last_replay_ns=lambda: replayed[0])
+    before = context.last_activity_ns()
+
+    replayed[0] = 300
+
+    assert (before, context.last_activity_ns()) == (100, 300)
+
+
 def test_peers_are_all_other_ranks_with_a_heartbeat(group: TwoRanks) -> None:
     heartbeats = [
         Heartbeat(rank=rank, host="node", age_seconds=3.0, issued={KEY: 5}, pause="eval")
@@ -363,6 +375,11 @@ def test_a_thread_is_prepared_for_the_device_before_the_flight_recorder_asks_for
     assert at_dump == ([] if dump is None else [prepared])
 
 
+def unreached_event(device: FakeCuda) -> Any:
+    device.current.run(20)
+    return device.current.record_event()
+
+
 @pytest.mark.parametrize("can_prepare", [True, False])
 def test_a_thread_of_monitoring_is_prepared_before_it_asks_for_events_or_asks_for_none(
     group: TwoRanks, monkeypatch: pytest.MonkeyPatch, can_prepare: bool
@@ -370,7 +387,7 @@ def test_a_thread_of_monitoring_is_prepared_before_it_asks_for_events_or_asks_fo
     device = FakeCuda(ManualClock())
     device.patch(monkeypatch)
     device.can_prepare = can_prepare
-    returned(group.begin()).end_event = device.Event()
+    returned(group.begin()).end_event = unreached_event(device)
     context, found = context_of(group, device_index=3), []
 
     def look() -> None:
@@ -382,6 +399,116 @@ def test_a_thread_of_monitoring_is_prepared_before_it_asks_for_events_or_asks_fo
     assert found == [can_prepare, can_prepare]
     assert device.prepared == ({"zerowatch-comparison": 3} if can_prepare else {})
     assert device.queried_by == ({"zerowatch-comparison"} if can_prepare else set())
+
+
+def test_a_driver_that_blocks_is_asked_on_a_thread_of_its_own_and_not_waited_for(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    returned(group.begin()).end_event = unreached_event(device)
+    released = threading.Event()
+
+    def query(event: Any) -> bool:
+        released.wait()
+        return event.query()
+
+    monkeypatch.setattr(device, "query_event", query)
+    monkeypatch.setattr(driver_calls, "CALL_SECONDS", 0.01)
+    monkeypatch.setattr(hang_context, "flight_recorder_dump", lambda: b"{}")
+    context = context_of(group, device_index=3)
+    context.start()
+    try:
+        assert eventually(lambda: device.prepared == {"zerowatch-hang-driver": 3})
+
+        blocked = (context.rank_sets(), context.last_calls(), context.flight_recorder_dump())
+        was_blocked = context.is_driver_blocked()
+        released.set()
+
+        assert blocked == (None, None, None)
+        assert was_blocked
+        assert eventually(lambda: not context.is_driver_blocked())
+        monkeypatch.setattr(driver_calls, "CALL_SECONDS", 60.0)
+        assert [each.is_waiting for each in context.rank_sets() or ()] == [True]
+        assert [each.in_flight for each in context.last_calls() or ()] == [True]
+        assert device.queried_by == {"zerowatch-hang-driver"}
+        assert context.flight_recorder_dump() == b"{}"
+    finally:
+        released.set()
+        context.close()
+    assert not any(each.name == "zerowatch-hang-driver" for each in threading.enumerate())
+
+
+def test_the_flight_recorder_is_not_asked_if_the_driver_blocks_though_no_call_is_in_flight(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    call = returned(group.begin())
+    call.start_event, call.end_event = (device.current.record_event() for _ in range(2))
+    CallBatch([call], call.end_event).read_events(EventPool())
+    released = threading.Event()
+    monkeypatch.setattr(device, "query_event", lambda _: released.wait())
+    monkeypatch.setattr(driver_calls, "CALL_SECONDS", 60.0)
+    monkeypatch.setattr(hang_context, "flight_recorder_dump", lambda: b"{}")
+    context = context_of(group, device_index=3)
+    context.start()
+    try:
+        assert eventually(lambda: device.prepared == {"zerowatch-hang-driver": 3})
+
+        summary = (context.rank_sets(), context.last_calls())
+        monkeypatch.setattr(driver_calls, "CALL_SECONDS", 0.01)
+        dump = context.flight_recorder_dump()
+
+        assert None not in summary
+        assert dump is None
+        assert device.prepared == {"zerowatch-hang-driver": 3}  # on a new thread this would block
+    finally:
+        released.set()
+        context.close()
+
+
+def test_a_failed_kernel_does_not_prevent_a_dump_of_the_flight_recorder(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    returned(group.begin()).end_event = unreached_event(device)
+    device.is_broken = True
+    monkeypatch.setattr(hang_context, "flight_recorder_dump", lambda: b"{}")
+    context = context_of(group, device_index=3)
+
+    assert [context.flight_recorder_dump() for _ in range(2)] == [b"{}", b"{}"]
+
+
+def test_each_thread_of_monitoring_is_prepared_once(
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeCuda(ManualClock())
+    device.patch(monkeypatch)
+    prepared: list[str] = []
+
+    def prepare(index: int) -> bool:
+        prepared.append(threading.current_thread().name)
+        return True
+
+    monkeypatch.setattr(device, "prepare_thread", prepare)
+    context = context_of(group, device_index=3)
+
+    for name in ("zerowatch-watch", "zerowatch-comparison"):
+        run_on_thread(name, lambda: [context.rank_sets(), context.last_calls()])
+
+    assert prepared == ["zerowatch-watch", "zerowatch-comparison"]
+
+
+def test_a_rank_without_a_device_has_no_thread_that_asks_the_driver(group: TwoRanks) -> None:
+    context = context_of(group)
+
+    context.start()
+
+    assert not any(each.name == "zerowatch-hang-driver" for each in threading.enumerate())
+    assert len(context.rank_sets() or ()) == 1
+    context.close()
 
 
 def test_a_device_that_cannot_be_used_is_not_tried_again(

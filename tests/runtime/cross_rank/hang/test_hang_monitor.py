@@ -215,6 +215,34 @@ def test_a_hang_is_logged_though_its_report_cannot_be_written_for_ever(
     assert [line.partition(":")[0] for line in logged] == ["training hangs"]
 
 
+def test_a_hang_in_which_the_driver_blocks_is_reported_without_collectives_and_aborted(
+    tmp_path: Path,
+) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+    rank.context.driver_blocks = True
+
+    rank.pass_seconds(60)
+
+    (report,) = tmp_path.glob("hang-*")
+    lines = report.read_text().splitlines()
+    assert lines[0].startswith("rank 0 (this one) makes no progress")
+    assert "the driver does not answer" in lines[0]
+    assert "  unknown: the driver does not answer" in lines
+    assert (rank.num_hangs, rank.exits) == (1, [70])
+
+
+def test_calls_are_left_out_of_a_report_whose_rank_sets_came_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = WatchedRank(tmp_path)
+    monkeypatch.setattr(rank.context, "rank_sets", lambda: None)
+
+    rank.pass_seconds(30)
+
+    (report,) = tmp_path.iterdir()
+    assert CALL not in report.read_text()
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_hang_is_found_though_the_watch_thread_checks_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
@@ -230,7 +258,7 @@ def test_a_hang_is_found_though_the_watch_thread_checks_no_more(
     rank.watch.close()
 
     assert found == enabled
-    assert rank.context.prepared == (["zerowatch-hang-checks"] if enabled else [])
+    assert rank.context.started == enabled
     assert not any(thread.name == "zerowatch-hang-checks" for thread in threading.enumerate())
 
 

@@ -124,6 +124,22 @@ def test_a_transfer_whose_end_is_passed_before_its_start_waits_for_both(host, de
     assert seconds(timer) == {}
 
 
+def test_a_thread_that_must_not_query_the_device_drops_what_is_unread(host, device):
+    events = EventPool()
+    timer = OffloadTimer(events)
+    timer.start(TransferBytes(to_host=8))
+    device.current.run(20)
+    timer.stop()
+    host.elapse(30)
+
+    events.disabled = True
+    while_disabled = seconds(timer)
+    events.disabled = False
+
+    assert (while_disabled, seconds(timer)) == ({}, {})
+    assert device.queried_by == set()
+
+
 def test_reading_from_nvme_does_not_count_in_the_copy_that_follows_it(host, device):
     timer = OffloadTimer(EventPool())
 

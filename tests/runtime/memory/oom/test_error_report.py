@@ -659,6 +659,41 @@ def test_fragmentation_is_named_if_the_request_would_have_fitted_without_it(
     )
 
 
+GRAPHS = (
+    "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 80.00 GiB of "
+    "which 1.00 GiB is free. Including non-PyTorch memory, this process has 79.00 GiB memory in "
+    "use. Of the allocated memory 74.00 GiB is allocated by PyTorch, with 36.00 GiB allocated in "
+    "private pools (e.g., CUDA Graphs), and 1.50 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_advised"),
+    [
+        (GRAPHS.format("2.00"), True),
+        (GRAPHS.format("36.01"), False),
+        ("CUDA error: out of memory. Tried to allocate 2.00 GiB.", True),
+    ],
+)
+def test_memory_that_only_captured_graphs_can_use_is_not_fragmentation(
+    text: str, is_advised: bool
+) -> None:
+    facts = evidence(
+        error=parsed(text),
+        device="cuda:0",
+        readings={"unusable": 37.5 * GIB, "inactive_split": 1.5 * GIB},
+        limit=None,
+    )
+
+    report = report_text(facts)
+    assert f"too small for this request (fragmentation): 1.50 GiB ({1.5 * GIB:.0f} bytes)" in report
+    assert f"such as those of captured graphs: 36.0 GiB ({36 * GIB:.0f} bytes)" in report
+    assert any("36.0 GiB are free in private pools" in line for line in advice(facts)) == (
+        is_advised
+    )
+    assert not any("expandable_segments" in line for line in advice(facts))
+
+
 @pytest.mark.parametrize(
     ("risk", "alarm_step", "is_named"), [(0.5, None, False), (0.75, None, True), (0.75, 38, False)]
 )

@@ -175,6 +175,19 @@ def test_the_sizes_in_the_text_of_an_error_have_precedence() -> None:
     assert facts.free_bytes == (1024 - 520) * MIB  # less than the 3 GiB of the device
 
 
+def test_with_captured_graphs_the_sizes_in_the_text_add_up_to_what_is_reserved() -> None:
+    facts = evidence(
+        error=oom(
+            "CUDA out of memory. Of the allocated memory 500.00 MiB is allocated by PyTorch, with "
+            "300.00 MiB allocated in private pools (e.g., CUDA Graphs), and 20.00 MiB is reserved "
+            "by PyTorch but unallocated."
+        ),
+    )
+
+    assert (facts.in_use_bytes, facts.fragmented_bytes) == (520 * MIB, 20 * MIB)
+    assert facts.private_pool_bytes == 300 * MIB
+
+
 def test_the_largest_micro_batch_of_the_last_steps_is_by_tokens_and_not_in_generation() -> None:
     peaks = [point(1, 1.0, shapes=(Shape(2, 300), Shape(7, 90))), point(2, 1.0, shapes=())]
 

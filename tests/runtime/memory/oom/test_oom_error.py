@@ -158,6 +158,7 @@ def test_all_sizes_of_cuda_s_text_are_parsed() -> None:
         "in_use": 77.11 * GIB,
         "allowed": 75.23 * GIB,
         "allocated": 74.23 * GIB,
+        "private_pools": 17.0 * MIB,
         "reserved_unallocated": 943.54 * MIB,
     }
 
