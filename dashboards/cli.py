@@ -6,6 +6,7 @@ Each command imports its implementation only when it runs, so that --help needs 
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,18 @@ _native = click.option(
 )
 
 
+def _web_address(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> str | None:
+    """Return the text if it is an address that a message can link to."""
+    if text is None or re.fullmatch(r"https?://[^/\s?#]\S*", text):
+        return text
+    address = re.sub(r"^([a-z]+:)?/+|\s", "", text, flags=re.IGNORECASE) or "g.example.com"
+    raise click.BadParameter(
+        f"{printable(text)!r} is no address of a page; write https://{printable(address)}"
+    )
+
+
 @click.group(short_help="Build dashboards, rules and alerts from their sources.")
 def dashboards() -> None:
     """Build dashboards, rules and alerts from their sources."""
@@ -40,15 +53,25 @@ def dashboards() -> None:
     default=RENDERED,
     help="Folder to write to; by default where the stack reads them.",
 )
-@click.option("--grafana", metavar="URL", help="Your Grafana, for the links in alerts.")
-@click.option("--runbook", metavar="URL", help="Your copy of runbook.md, for the links in alerts.")
+@click.option(
+    "--grafana",
+    metavar="URL",
+    callback=_web_address,
+    help="Your Grafana, for the links in alerts, such as https://grafana.example.com.",
+)
+@click.option(
+    "--runbook",
+    metavar="URL",
+    callback=_web_address,
+    help="Your copy of runbook.md, for the links in alerts.",
+)
 @click.option(
     "--set",
     "changes",
     metavar="NAME=VALUE",
     multiple=True,
     help="Another default of a threshold of the alerts, such as EXPOSED_COMM_RATIO_HIGH=0.35; may "
-    "be repeated.",
+    "be repeated. docs/reference/alerts.md lists the names.",
 )
 @click.option("--check", is_flag=True, help="Write nothing; fail if files are not up to date.")
 def build(

@@ -272,18 +272,20 @@ def _checked(given_name: str, given_value: object) -> tuple[str, float]:
     threshold = THRESHOLDS.get(name)
     if threshold is None:
         close = difflib.get_close_matches(name, THRESHOLDS, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(THRESHOLDS)}"
+        cased = str.upper if given_name.isupper() else str
+        named = ", ".join(map(cased, close or THRESHOLDS))
+        advice = f"did you mean {named}?" if close else f"there are {named}"
         raise ValueError(f"{cut(repr(given_name))} is no threshold of an alert; {advice}")
     try:
         if isinstance(given_value, bool):
             raise ValueError
         value = float(given_value)  # type: ignore[arg-type]  # TypeError is caught
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be a number, got {shortened(given_value)}") from None
+        raise ValueError(f"{given_name} must be a number, got {shortened(given_value)}") from None
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be a finite number from 0 on, got {value:g}")
+        raise ValueError(f"{given_name} must be a finite number from 0 on, got {value:g}")
     if threshold.unit == "ratio" and value > 1:
-        raise ValueError(f"{name} is a ratio from 0 to 1, got {value:g}; for 35 % write 0.35")
+        raise ValueError(f"{given_name} is a ratio from 0 to 1, got {value:g}; for 35 % write 0.35")
     return name, value
 
 

@@ -11,13 +11,13 @@ import click
 from .figure_options import (
     EXIT_CODE_OF_CONDITION,
     STANDARD_OUTPUT,
+    check_conditions,
     chosen_form,
     fail_on_option,
     figures_option,
     json_option,
     markdown_option,
     output_option,
-    print_conditions_that_hold,
     print_figures,
     write_output,
 )
@@ -56,8 +56,8 @@ def compare(
     lists what differs in settings, ds config, software and hardware, and in which respects the runs
     are not comparable.
 
-    In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that it cannot be
-    checked.
+    In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that none holds
+    and one cannot be checked.
 
     Example: zerowatch compare runs/before runs/after --fail-on 'throughput_ratio_upper<1'
     """
@@ -97,7 +97,9 @@ def compare(
         assert output is not None
         write_output(output, text, is_given=is_given)
         click.echo(f"{comparison.verdict}\n{output}")
-    if print_conditions_that_hold(parsed, comparison.figures):
+    exit_code = check_conditions(parsed, comparison.figures)
+    if exit_code == EXIT_CODE_OF_CONDITION:
         for each in comparison.incomparable:
             click.echo(f"zerowatch: {each.sentence}", err=True)
-        sys.exit(EXIT_CODE_OF_CONDITION)
+    if exit_code:
+        sys.exit(exit_code)

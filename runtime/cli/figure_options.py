@@ -14,6 +14,7 @@ from ...errors import CommandLineError
 if TYPE_CHECKING:
     from ..reports.fail_on import Condition
 
+EXIT_CODE_OF_ERROR = 2
 EXIT_CODE_OF_CONDITION = 3
 STANDARD_OUTPUT = Path("-")
 C = TypeVar("C", bound=Callable[..., Any])
@@ -100,15 +101,20 @@ def write_output(output: Path, text: str, *, is_given: bool, mode: int = 0o644) 
         ) from None
 
 
-def print_conditions_that_hold(
-    conditions: Sequence[Condition], figures: Mapping[str, float | None]
-) -> bool:
-    """Print each condition that holds, with the value of its figure. Return whether one does.
+def check_conditions(conditions: Sequence[Condition], figures: Mapping[str, float | None]) -> int:
+    """Print each condition that holds, with the value of its figure. Return the exit code.
 
-    Raises:
-        CommandLineError: The figure of a condition is not known.
+    A condition whose figure is not known is printed too, and hides none that holds.
     """
-    held = [condition for condition in conditions if condition.holds(figures)]
-    for condition in held:
-        click.echo(f"zerowatch: {condition}: it is {figures[condition.figure]:.4g}", err=True)
-    return bool(held)
+    exit_code = 0
+    for condition in conditions:
+        try:
+            is_held = condition.holds(figures)
+        except CommandLineError as error:
+            click.echo(f"zerowatch: {error}", err=True)
+            exit_code = exit_code or EXIT_CODE_OF_ERROR
+            continue
+        if is_held:
+            click.echo(f"zerowatch: {condition}: it is {figures[condition.figure]:.4g}", err=True)
+            exit_code = EXIT_CODE_OF_CONDITION
+    return exit_code

@@ -8,15 +8,14 @@ from pathlib import Path
 import click
 
 from .figure_options import (
-    EXIT_CODE_OF_CONDITION,
     STANDARD_OUTPUT,
+    check_conditions,
     chosen_form,
     fail_on_option,
     figures_option,
     json_option,
     markdown_option,
     output_option,
-    print_conditions_that_hold,
     print_figures,
     write_output,
 )
@@ -45,8 +44,8 @@ def report(
     charts, collectives, memory, devices, loss, and the tuner's decisions. It is one HTML file that
     opens without a network. Damaged or missing parts of the folder are listed.
 
-    In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that it cannot be
-    checked.
+    In CI, --fail-on checks figures: exit code 3 means that a condition holds, 2 that none holds
+    and one cannot be checked.
 
     Example: zerowatch report runs/nightly --markdown --fail-on 'comm_exposed_ratio>0.3'
     """
@@ -84,5 +83,5 @@ def report(
             click.echo(f"\nThe whole report: {output}")
         else:
             click.echo(f"{summary.verdict}\n{output}")
-    if print_conditions_that_hold(parsed, summary.figures):
-        sys.exit(EXIT_CODE_OF_CONDITION)
+    if exit_code := check_conditions(parsed, summary.figures):
+        sys.exit(exit_code)

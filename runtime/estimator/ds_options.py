@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from .config_reader import AUTO, ConfigReader
@@ -22,6 +23,8 @@ _DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
 }  # fmt: skip
 _NO_LIMIT = 2**63 - 1
+# Optimizers of which DeepSpeed takes a version for the CPU if they are offloaded.
+_WITH_CPU_VERSION = ("adam", "adamw", "adagrad", "lion")
 
 # Features whose collectives or memory are not modeled, by the key that enables them.
 _UNMODELED: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -50,6 +53,8 @@ class DsOptions:
         offload_optimizer_buffers: Number of the buffers through which the optimizer's states are
             swapped to NVMe.
         offload_param_buffers: Number of such buffers for parameters.
+        needs_cpu_optimizer: Whether stage 0 has an optimizer that updates parameters in CPU memory
+            only: DeepSpeed selects it by `offload_optimizer`, which moves nothing at this stage.
         model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
@@ -99,6 +104,7 @@ class DsOptions:
     offload_optimizer: str = "none"
     offload_optimizer_ratio: float = 1.0
     offload_optimizer_buffers: int = 4
+    needs_cpu_optimizer: bool = False
     offload_param: str = "none"
     offload_param_buffers: int = 5
     offload_param_buffer_size: int = 100_000_000
@@ -179,6 +185,7 @@ def options_from(reader: ConfigReader, stage: int) -> DsOptions:
         stage=stage,
         **_precision(reader, stage),
         **_optimizer(reader),
+        needs_cpu_optimizer=stage == 0 and _needs_cpu_optimizer(reader),
         **_zero_options(reader.zero(), stage),
         managed_accumulation=reader.flag("managed_gradient_accumulation", True),
         set_keys=frozenset(reader.zero().block),
@@ -222,25 +229,44 @@ def _optimizer(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _needs_cpu_optimizer(reader: ConfigReader) -> bool:
+    """Whether the optimizer is one that updates on the CPU only (engine.py:2342, 2384, 2496)."""
+    if _optimizer_device(reader.zero(), 0) == "none":
+        return False
+    optimizer = _optimizer(reader)
+    if optimizer["optimizer"] is None:  # the script creates it
+        return reader.flag("zero_force_ds_cpu_optimizer", True)
+    return optimizer["optimizer"] in _WITH_CPU_VERSION and not optimizer["torch_adam"]
+
+
+def _optimizer_device(zero: ConfigReader, stage: int) -> str:
+    legacy = "cpu" if zero.flag("cpu_offload") else "none"
+    return zero.section("offload_optimizer").choice("device", _devices(stage), legacy)
+
+
+def _devices(stage: int) -> dict[str, str]:
+    return {"none": "none", "cpu": "cpu", "nvme": "nvme" if stage == 3 else "cpu"}
+
+
 def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
-    legacy_optimizer = "cpu" if zero.flag("cpu_offload") else "none"
-    devices = {"none": "none", "cpu": "cpu", "nvme": "nvme" if stage == 3 else "cpu"}
     optimizer = zero.section("offload_optimizer")
+    # DeepSpeed checks these two at every stage.
     options: dict[str, Any] = {
-        "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer),
-        "pin_optimizer": optimizer.flag("pin_memory", True),
+        "offload_optimizer_ratio": optimizer.number("ratio", 1.0, maximum=1.0),
+        "compute_grad_norm": zero.flag("compute_grad_norm", True),
     }
+    device, is_pinned = _optimizer_device(zero, stage), optimizer.flag("pin_memory", True)
     if stage == 0:
-        return {}
+        return options
+    options |= {"offload_optimizer": device, "pin_optimizer": is_pinned}
     if stage == 3:
         options.update(_stage_3_options(zero))
-        options.update(_stage_3_offload(zero, devices))
+        options.update(_stage_3_offload(zero))
     flags = {
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "use_multi_rank_bucket_allreduce": True,
         "overlap_comm": stage == 3,
-        "compute_grad_norm": True,
         "round_robin_gradients": False,
         "parameter_alignment": False,
     }
@@ -273,13 +299,12 @@ def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _stage_3_offload(zero: ConfigReader, devices: Mapping[str, str]) -> dict[str, Any]:
+def _stage_3_offload(zero: ConfigReader) -> dict[str, Any]:
     optimizer, param = zero.section("offload_optimizer"), zero.section("offload_param")
     legacy_param = "cpu" if zero.flag("cpu_offload_param") else "none"
     return {
-        "offload_optimizer_ratio": optimizer.number("ratio", 1.0, maximum=1.0),
         "offload_optimizer_buffers": optimizer.size("buffer_count", 4),
-        "offload_param": param.choice("device", devices, legacy_param),
+        "offload_param": param.choice("device", _devices(3), legacy_param),
         "offload_param_buffers": param.size("buffer_count", 5),
         "offload_param_buffer_size": param.size("buffer_size", 100_000_000),
         "offload_param_max_in_cpu": param.size("max_in_cpu", 1_000_000_000),
@@ -338,16 +363,24 @@ def accumulation_steps(
         )
     ):
         reader.reject(f"{TOTAL_BATCH} or {MICRO_BATCH} is missing; give one of them")
+    given = {key: size for key, size in ((MICRO_BATCH, micro), (ACCUMULATION, steps)) if size}
+    if total is not None and _contradicts(total, prod(given.values()) * ranks, len(given)):
+        factors = [f"{key} {size}" for key, size in given.items()]
+        product = " x ".join([*factors, f"{ranks} data-parallel ranks"])
+        # What DeepSpeed derives from the other sizes is not named: the user has not written it.
+        relation = "" if len(given) == 2 else "a multiple of "
+        result = f" = {prod(given.values()) * ranks}" if given else ""
+        reader.reject(
+            f"{TOTAL_BATCH} {total} is not {relation}{product}{result}; change one of them"
+        )
     if steps is None:
         steps = total // (micro * ranks) if total and micro else 1
-    if total is not None:
-        micro = total // (steps * ranks) if micro is None and steps else micro
-        if not steps or total != (micro or 0) * steps * ranks:
-            reader.reject(
-                f"{TOTAL_BATCH} {total} is not {MICRO_BATCH} {micro} x {ACCUMULATION} {steps} x "
-                f"{ranks} data-parallel ranks; change one of them"
-            )
     return steps
+
+
+def _contradicts(total: int, product: int, num_given: int) -> bool:
+    """Whether a batch is not the product of both of its factors, or no multiple of those given."""
+    return total != product if num_given == 2 else total % product != 0
 
 
 def batch_ranks(config: Mapping[str, Any], data_parallel: int, origin: str = "ds config") -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Adam, AdamW
 
 from ...errors import DsConfigError
 from ..common.group_backend import backend_name
@@ -119,8 +120,14 @@ def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str,
     }
     name = engine.optimizer_name()
     if name:
-        momentum = getattr(engine.basic_optimizer, "defaults", {}).get("momentum", 0)
-        current["optimizer"] = {"type": str(name), "params": {"momentum": momentum}}
+        optimizer = engine.basic_optimizer
+        current["optimizer"] = {
+            "type": str(name),
+            "params": {
+                "momentum": getattr(optimizer, "defaults", {}).get("momentum", 0),
+                "torch_adam": isinstance(optimizer, (Adam, AdamW)),
+            },
+        }
     given = {key: value for key, value in engine.config.items() if key != "train_batch_size"}
     return {**given, **current}
 

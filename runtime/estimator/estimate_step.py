@@ -53,6 +53,9 @@ def estimate_step(
         UnsupportedStageError: DeepSpeed rejects it at this stage.
     """
     is_pipeline = model.is_pipeline or topology.pipeline_parallel > 1
+    stage = ConfigReader(config, origin).stage() if stage is None else stage
+    if is_pipeline:
+        _check_pipeline(stage, origin)
     options = replace(
         read_options(config, stage=stage, origin=origin),
         is_pipeline=is_pipeline,
@@ -196,23 +199,54 @@ def _check_ranks(options: DsOptions, topology: Topology, origin: str) -> None:
         )
 
 
-def _check_stage(options: DsOptions, origin: str) -> None:
-    if options.is_pipeline and options.stage not in PIPELINE_STAGES:
+def _check_pipeline(stage: int, origin: str) -> None:
+    if stage not in PIPELINE_STAGES:
         raise UnsupportedStageError(
-            f"{origin}: DeepSpeed does not support ZeRO-{options.stage} with pipeline "
-            "parallelism; use stage 0 or 1"
+            f"{origin}: DeepSpeed does not support ZeRO-{stage} with pipeline parallelism; use "
+            "stage 0 or 1"
         )
+
+
+def _check_stage(options: DsOptions, origin: str) -> None:
     accumulation, model = options.accumulation_dtype, options.model_dtype or "fp32"
     if options.stage == 0 and accumulation != model:  # engine.py:2323
         raise UnsupportedStageError(
             f"{origin}: data_types.grad_accum_dtype is {accumulation}, which DeepSpeed rejects for "
             f"{model} at stage 0; remove it, or use ZeRO"
         )
-    if options.uses_bf16_optimizer and not options.compute_grad_norm:
+    if options.offload_optimizer_ratio < 1 and options.stage != 3:  # zero/config.py:396
         raise UnsupportedStageError(
-            f"{origin}: zero_optimization.compute_grad_norm is false, which DeepSpeed rejects for "
-            "bf16 with fp32 accumulation at stage 1; remove it"
+            f"{origin}: zero_optimization.offload_optimizer.ratio is "
+            f"{options.offload_optimizer_ratio:g}, which DeepSpeed rejects at stage "
+            f"{options.stage}; remove it, or use stage 3"
         )
+    if options.needs_cpu_optimizer and not options.on_cpu:  # ops/adam/cpu_adam.py:148
+        raise UnsupportedStageError(
+            f"{origin}: zero_optimization.offload_optimizer is set, but stage 0 moves nothing to "
+            "the CPU, so DeepSpeed's CPU optimizer fails in its first step on a GPU; remove it, or "
+            "use ZeRO"
+        )
+    if not options.compute_grad_norm and (reason := _needs_norm(options)):
+        raise UnsupportedStageError(
+            f"{origin}: zero_optimization.compute_grad_norm is false, which DeepSpeed rejects "
+            f"{reason}"
+        )
+
+
+def _needs_norm(options: DsOptions) -> str:
+    """Return where DeepSpeed demands the norm of the gradients, and what to do; else nothing."""
+    if options.stage not in (1, 2):  # zero/config.py:391
+        return f"at stage {options.stage}; remove it, or use stage 1 or 2"
+    if options.uses_bf16_optimizer:  # engine.py:2307
+        return "for bf16 with fp32 accumulation at stage 1; remove it"
+    if options.gradient_clipping > 0:  # zero/stage_1_and_2.py:212
+        return (
+            f"with gradient_clipping above 0, which is {options.gradient_clipping:g} here (1 by "
+            "default); remove it, or set gradient_clipping to 0"
+        )
+    if options.offloads_optimizer:  # zero/stage_1_and_2.py:216
+        return "with an offloaded optimizer; remove one of the two"
+    return ""
 
 
 def _shard_of_rank(model: ModelShape, topology: Topology) -> ModelShape:

@@ -16,10 +16,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ...metrics.catalog.labels import NON_TRAINING_PHASES
 from ..common.format_numbers import format_seconds
 from ..common.plain_text import encodable, write_if_open
 from .report_markdown import behind_median
-from .report_page import CAUSE_TEXTS, facts_of, headline_figures, without_decisions
+from .report_page import (
+    CAUSE_TEXTS,
+    facts_of,
+    headline_figures,
+    phase_text,
+    without_decisions,
+)
 from .run_summary import RankRow, RunSummary, percent
 
 # Width in a log file, and the largest on a terminal.
@@ -93,9 +100,14 @@ def _time_table(summary: RunSummary) -> Table:
     table.add_column("mean of the ranks")
     table.add_column("per step", justify="right")
     table.add_column("share", justify="right")
-    for share in summary.phases:
-        if share.ratio >= MIN_RATIO:
-            table.add_row(share.name, format_seconds(share.seconds_per_step), percent(share.ratio))
+    was_training = True
+    for share in (share for share in summary.phases if share.ratio >= MIN_RATIO):
+        is_training = share.name not in NON_TRAINING_PHASES
+        if was_training and not is_training:
+            table.add_section()
+        was_training = is_training
+        name = phase_text(share)
+        table.add_row(name, format_seconds(share.seconds_per_step), percent(share.ratio))
     figures = summary.figures
     exposed, step_seconds = figures["comm_exposed_ratio"], figures["step_seconds"]
     if exposed is None:

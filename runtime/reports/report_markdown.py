@@ -13,6 +13,7 @@ from .report_page import (
     facts_of,
     gain_text,
     headline_figures,
+    phase_text,
     without_decisions,
 )
 from .run_summary import RankRow, RunSummary, percent
@@ -38,8 +39,11 @@ def _lines(summary: RunSummary) -> Iterator[str]:
             yield f"{number}. **{plain(finding.sentence)}** {plain(finding.advice)}"
     yield from ("", "### Where the time went", "")
     yield from markdown_table(
-        ("phase", "share", "per step"),
-        [(s.name, percent(s.ratio), format_seconds(s.seconds_per_step)) for s in summary.phases],
+        ("phase", "share of training time", "per step"),
+        [
+            (phase_text(s), percent(s.ratio), format_seconds(s.seconds_per_step))
+            for s in summary.phases
+        ],
     )
     yield from ("", "### Why communication was waited for", "")
     yield from markdown_table(

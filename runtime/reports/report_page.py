@@ -6,10 +6,20 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from ...metrics.catalog.labels import NON_TRAINING_PHASES
 from ..common.format_numbers import UNKNOWN, format_bytes, format_duration, format_seconds
+from ..tuner.policy.decision_messages import format_discarded
 from .page_parts import Html, bar, chart_places, document, paragraph, section, swatch, table
 from .run_charts import COLORS, NUM_COLORS, Chart
-from .run_summary import Finding, Incident, RunSummary, TimeShare, TunerDecision, percent
+from .run_summary import (
+    Finding,
+    Incident,
+    RunSummary,
+    TimeShare,
+    TunerDecision,
+    num_last_steps,
+    percent,
+)
 
 # Text of all error reports together; the rest is in the run folder.
 MAX_INCIDENT_BYTES = 1_000_000
@@ -132,9 +142,18 @@ def headline_figures(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
             "device_utilization_ratio",
             percent(figures["device_utilization_ratio"]),
         ),
-        ("last loss", "loss", UNKNOWN if figures["loss"] is None else f"{figures['loss']:.4g}"),
+        (_loss_name(figures["steps"]), "loss", _loss_text(figures["loss"])),
     )
     yield from (row for row in rows if figures[row[1]] is not None)
+
+
+def _loss_name(steps: float | None) -> str:
+    num = num_last_steps(steps or 0.0)
+    return f"loss, last {num} steps" if num > 1 else "loss, last step"
+
+
+def _loss_text(loss: float | None) -> str:
+    return UNKNOWN if loss is None else f"{loss:.4g}"
 
 
 def _count(number: float | None) -> str:
@@ -160,12 +179,12 @@ def _time(summary: RunSummary) -> str:
     if not summary.phases:
         return paragraph("No step was recorded.")
     # Evaluation and checkpoints are outside of training time.
-    inside = [share for share in summary.phases if share.name not in ("eval", "checkpoint")]
+    inside = [share for share in summary.phases if share.name not in NON_TRAINING_PHASES]
     shares = [(share.name, share.ratio, COLORS.get(share.name, NUM_COLORS)) for share in inside]
     rows = [
         (
-            Html(f"{swatch(COLORS.get(share.name, NUM_COLORS))}{escape(share.name)}"),
-            (share.ratio, _share_text(share)),
+            Html(f"{swatch(COLORS.get(share.name, NUM_COLORS))}{escape(phase_text(share))}"),
+            (share.ratio, percent(share.ratio)),
             (share.seconds_per_step, format_seconds(share.seconds_per_step)),
             (share.seconds, format_duration(share.seconds)),
         )
@@ -183,9 +202,10 @@ def _time(summary: RunSummary) -> str:
     return bar(shares) + phases + quantiles
 
 
-def _share_text(share: TimeShare) -> str:
-    outside = share.name in ("eval", "checkpoint")
-    return f"{percent(share.ratio)}{' of wall time' if outside else ''}"
+def phase_text(share: TimeShare) -> str:
+    """Return the name of a phase. Training's phases add up to its time, the others come on top."""
+    besides = " (besides training, of wall time)" if share.name in NON_TRAINING_PHASES else ""
+    return f"{share.name}{besides}"
 
 
 def _communication(summary: RunSummary) -> str:
@@ -374,6 +394,10 @@ def without_decisions(summary: RunSummary) -> str:
     if tuner.mode == "off":
         return "The tuner was off."
     mode = "" if tuner.mode is None else f" The tuner was in the mode {tuner.mode}."
+    if tuner.symptoms is None and tuner.discarded_observations:
+        duration = format_duration(summary.figures["seconds"] or 0.0)
+        reason = format_discarded(tuner.discarded_observations, duration)
+        return f"No decision or advice: {reason}.{mode}"
     if tuner.symptoms is None:
         return f"No decision or advice was recorded.{mode}"
     problems = ", ".join(

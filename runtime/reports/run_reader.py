@@ -192,6 +192,23 @@ class RankSteps:
         """Whether the rank records only every tenth step, and no metrics, in the last attempt."""
         return _is_thinned(self.world_size, self.local_rank)
 
+    @property
+    def was_thinned(self) -> bool:
+        """Whether the rank recorded only every tenth step in some attempt."""
+        return any(_is_thinned(size, self.local_rank) for size in self.spans[:, 2].tolist())
+
+    def first_possible_step(self, row: int) -> int:
+        """Return the first step that may have been as that of a row, and was not recorded before.
+
+        It is the step of the row itself if the rank recorded every step then.
+        """
+        steps = self.columns["step"]
+        last = int(steps[row])
+        if not _is_thinned(int(self.columns["world_size"][row]), self.local_rank):
+            return last
+        before = int(steps[row - 1]) if row else 0
+        return max(last - LONGEST_GAP, before if before < last else 0, 0) + 1
+
 
 def _is_thinned(world_size: int, local_rank: int) -> bool:
     return world_size > FULL_LOG_WORLD_SIZE and local_rank != 0

@@ -29,6 +29,7 @@ from ...metrics.catalog import (
 )
 from ...metrics.catalog.labels import CAUSE, NON_TRAINING_PHASES, WORK_SHARED_BY
 from ...metrics.catalog.spec import MetricSpec
+from ...metrics.metrics_log_reader import SeriesKey
 from ...metrics.thresholds import (
     COMM_COVERAGE_LOW,
     DATA_RATIO_HIGH,
@@ -157,7 +158,8 @@ class TimeShare:
         name: Phase or cause.
         seconds: Mean per rank over the whole run.
         seconds_per_step: Mean over ranks and steps.
-        ratio: Share of training time, which is without evaluation and checkpoints.
+        ratio: Share of training time, which is without evaluation and checkpoints; of these two
+            themselves, the share of wall time.
     """
 
     name: str
@@ -313,6 +315,7 @@ class TunerSummary:
         mode: "off", "advise" or "auto"; None if it is unknown.
         state: Its last state; None if not recorded.
         symptoms: Symptoms of the last diagnosis above 0; None if not recorded.
+        discarded_observations: Observations without a diagnosis, because step times changed.
         decisions: Decisions and advice, oldest first.
     """
 
@@ -320,6 +323,7 @@ class TunerSummary:
     state: str | None
     symptoms: Mapping[str, float] | None
     decisions: tuple[TunerDecision, ...]
+    discarded_observations: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,6 +376,7 @@ class RunSummary:
         collectives: Collectives by operation, most wire bytes first.
         problems: What is missing, damaged or not recorded.
         notes: What to know about the figures, one sentence each.
+        straggler_threshold: Score above which a rank is a straggler, as the run has set it.
 
     Examples:
         >>> summary = summary_of(Path("runs/20261123T005552-c44904"))
@@ -399,6 +404,7 @@ class RunSummary:
     monitoring: MonitoringCost
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    straggler_threshold: float
 
 
 # The figures that a summary has, with their meaning. Ratios are of training time, which is without
@@ -446,7 +452,8 @@ FIGURES: Mapping[str, str] = {
     "same_losses": "1 if all ranks had equal losses, as when they are fed the same data",
     "gradient_norm_max": "highest gradient norm",
     "skipped_ratio": "share of steps whose update was skipped",
-    "nonfinite_losses": "steps whose loss was nan or inf",
+    "nonfinite_losses": "recorded steps whose loss was nan or inf, of the rank with the most; in "
+    "jobs of more than 64 ranks, most ranks record every tenth step",
     "out_of_memory_reports": "reports on out-of-memory errors",
     "hang_reports": "reports on hangs",
     "exit_reports": "reports on ranks that exited uncleanly",
@@ -481,7 +488,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
     causes = _causes(times, metrics)
     rows = tuple(_rank_row(steps, each_time[rank], metrics) for rank, steps in run.ranks.items())
     memories = _memories(run, metrics)
-    device_events = _device_events(metrics)
+    device_events = _device_events(run, metrics)
     device_figures = _devices(run, device_events)
     collectives = _collectives([run.ranks[rank] for rank in times], metrics)
     monitoring = _monitoring(metrics)
@@ -564,6 +571,7 @@ def summarize(run: RecordedRun, metrics: RecordedMetrics) -> RunSummary:
         monitoring=monitoring,
         problems=problems,
         notes=tuple(_notes(run, metrics)),
+        straggler_threshold=found.limit(STRAGGLER_SCORE_HIGH),
     )
 
 
@@ -721,14 +729,32 @@ def _notes(run: RecordedRun, metrics: RecordedMetrics) -> Iterator[str]:
     if metrics.ranks and unknown:
         yield (
             f"How far {unknown} of {len(run.ranks)} ranks are behind the median rank, their "
-            "headroom, leaks and coverage of collectives are not recorded: they have no metrics "
-            "log. In jobs of more than 64 ranks, one rank per node writes it."
+            "headroom, leaks, coverage of collectives, and errors and throttling of their GPUs are "
+            "not recorded: they have no metrics log. In jobs of more than 64 ranks, one rank per "
+            "node writes it."
         )
+    thinned = _num_thinned(run)
     if run.world_size and not has_tenth_step(run.ranks.values(), run.world_size):
         yield (
             f"{len(run.ranks_at_end)} of {run.world_size} ranks have a log. In jobs of more than "
             "64 ranks, most ranks record every tenth step, and there is none yet."
         )
+    elif thinned:
+        yield (
+            f"{thinned} of {len(run.ranks)} ranks record every tenth step: a loss of nan or inf on "
+            "one of them in the steps between is not recorded."
+        )
+
+
+def _num_thinned(run: RecordedRun) -> int:
+    """Return how many ranks record every tenth step, in the last attempt or an earlier one.
+
+    Before the tenth step, they have no log.
+    """
+    without_log = 0
+    if run.world_size and not has_tenth_step(run.ranks.values(), run.world_size):
+        without_log = run.world_size - len(run.ranks_at_end)
+    return without_log + sum(steps.was_thinned for steps in run.ranks.values())
 
 
 def _unrecorded_ends(run: RecordedRun) -> dict[int, str]:
@@ -1092,8 +1118,12 @@ _DEVICE_EVENTS = {
     devices.DEVICE_ECC_ERRORS.name: "ECC errors",
     devices.DEVICE_LINK_ERRORS.name: "link errors",
     devices.DEVICE_XID_ERRORS.name: "XID errors",
+    devices.DEVICE_ROW_REMAP.name: "row remaps",
     devices.DEVICE_LOST.name: "lost",
 }
+# Faults of an earlier attempt, after which the run trained on.
+_PAST_SENTENCE = " The run trained on."
+_PAST_ADVICE = "Have the node checked before it is used again."
 # The power cap is usual at full load; the alert on throttling leaves it out too.
 _USUAL_REASON = ("reason", "power_cap")
 
@@ -1106,6 +1136,7 @@ class _DeviceEvents:
         name: Name of the metric, one of `_DEVICE_EVENTS`.
         labels: Values of its labels, in the order of their names, without the device.
         seconds: Time of the rank's steps on this host; 0 if it is not recorded.
+        is_past: Whether all of it is of earlier attempts, after which the run trained on.
     """
 
     rank: int
@@ -1115,6 +1146,7 @@ class _DeviceEvents:
     labels: tuple[str, ...]
     count: float
     seconds: float
+    is_past: bool
 
     @property
     def per_second(self) -> float:
@@ -1122,24 +1154,31 @@ class _DeviceEvents:
         return _ratio(self.count, self.seconds) or 0.0
 
 
-def _device_events(metrics: RecordedMetrics) -> tuple[_DeviceEvents, ...]:
+def _device_events(run: RecordedRun, metrics: RecordedMetrics) -> tuple[_DeviceEvents, ...]:
     """Return the counts above 0 of each rank, host and device.
 
     A restart may put a rank on another host, so each process counts for the host of its own.
     """
     counts: dict[tuple[int, str, str, str, tuple[str, ...]], float] = {}
     seconds: dict[tuple[int, str], float] = {}
+    present = set()
+    has_trained_on = _has_trained_since_last_start(run)
     for number, rank in metrics.ranks.items():
         for head, last in zip(rank.heads, rank.last_by_session, strict=True):
-            host = printable(head.host)
+            host, is_newest = printable(head.host), last is rank.last_by_session[-1]
+            is_present = not has_trained_on or (is_newest and _is_of_last_attempt(rank, run))
             for key, value in last.items():
                 if key.name == training.PHASE_SECONDS.name:
                     seconds[number, host] = seconds.get((number, host), 0.0) + value
+                elif _is_pending_remap(key) and not is_newest:
+                    continue  # a reset has ended it, or the newest process reports it too
                 elif key.name in _DEVICE_EVENTS and value > 0 and _USUAL_REASON not in key.labels:
                     device = printable(dict(key.labels).get("device", ""))
                     labels = tuple(printable(text) for name, text in key.labels if name != "device")
                     place = (number, host, device, key.name, labels)
                     counts[place] = counts.get(place, 0.0) + value
+                    if is_present:
+                        present.add(place)
     return tuple(
         _DeviceEvents(
             rank=rank,
@@ -1149,9 +1188,20 @@ def _device_events(metrics: RecordedMetrics) -> tuple[_DeviceEvents, ...]:
             labels=labels,
             count=count,
             seconds=seconds.get((rank, host), 0.0),
+            is_past=(rank, host, device, name, labels) not in present,
         )
         for (rank, host, device, name, labels), count in counts.items()
     )
+
+
+def _is_pending_remap(key: SeriesKey) -> bool:
+    return key.name == devices.DEVICE_ROW_REMAP.name and ("state", "pending") in key.labels
+
+
+def _has_trained_since_last_start(run: RecordedRun) -> bool:
+    """Whether the last of several attempts has recorded a step after its start was noted."""
+    ends = [float(steps.column("ended_at")[-1]) for steps in run.ranks.values()]
+    return len(run.attempts) > 1 and max(ends, default=0.0) > max(run.attempts)
 
 
 def _devices(run: RecordedRun, counted: Sequence[_DeviceEvents]) -> tuple[DeviceFigures, ...]:
@@ -1226,6 +1276,7 @@ def _tuner(run: RecordedRun, metrics: RecordedMetrics) -> TunerSummary:
         state=next((state for state, is_current in states.items() if is_current), None),
         symptoms={name: value for name, value in symptoms.items() if value} if symptoms else None,
         decisions=decisions,
+        discarded_observations=round(rank.total(tuner.TUNER_DISCARDED_OBSERVATIONS.name) or 0.0),
     )
 
 
@@ -1460,7 +1511,16 @@ def last_loss(steps: RankSteps) -> float | None:
     known = np.where(is_bad, np.nan, losses)[is_bad | ~np.isnan(losses)]
     if not known.size:
         return None
-    return float(known[-min(LAST_STEPS, (known.size + 9) // 10) :].mean())
+    return float(known[-num_last_steps(known.size) :].mean())
+
+
+def num_last_steps(num: float) -> int:
+    """Return over how many of the steps with a loss the last loss is the mean.
+
+    Args:
+        num: Number of steps with a loss.
+    """
+    return min(LAST_STEPS, (round(num) + 9) // 10)
 
 
 def _count(incidents: Sequence[Incident], kind: str) -> int:
@@ -1570,6 +1630,8 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
             causes = (FIRST_TO_FAIL, FAILED)
             first = [each for each in last if any(cause in each.headline for cause in causes)]
             newest = (first or last)[-1]
+        if AFTER_FIRST not in newest.headline:  # ranks that the launcher ended are no such reports
+            same = [incident for incident in same if AFTER_FIRST not in incident.headline]
         more = f" ({len(same)} such reports)" if len(same) > 1 else ""
         file = f" File: {newest.path}." if newest.path.endswith(".txt") else ""
         yield Finding(
@@ -1607,12 +1669,20 @@ def _incident_findings(found: _Evidence) -> Iterator[Finding]:
 
 def _loss_findings(found: _Evidence) -> Iterator[Finding]:
     if count := found.figure("nonfinite_losses"):
+        thinned = _num_thinned(found.run)
+        extent = f"at least {count:.0f} recorded step(s)" if thinned else f"{count:.0f} step(s)"
+        first, is_of_all = _first_nonfinite(found.run.ranks.values())
+        # The gradients of one rank make the losses of all ranks nan in the next step.
+        hint = (
+            " All ranks that record each step begin together: the batch may be one of an earlier "
+            f"step on one of the {thinned} ranks that record each tenth step."
+        )
         yield Finding(
             severity="critical",
             name="nonfinite_losses",
-            sentence=f"The loss was nan or inf in {count:.0f} step(s)"
-            f"{_first_nonfinite(found.run.ranks.values())}.",
-            advice="Look at the batch of the first such step, or lower the learning rate.",
+            sentence=f"The loss was nan or inf in {extent}{first}.",
+            advice=f"Look at the batch of the first such step, or lower the learning rate."
+            f"{hint if thinned and is_of_all else ''}",
         )
     if (ratio := found.figure("skipped_ratio")) > found.limit(SKIPPED_RATIO_HIGH):
         yield Finding(
@@ -1623,30 +1693,39 @@ def _loss_findings(found: _Evidence) -> Iterator[Finding]:
         )
 
 
-def _first_nonfinite(ranks: Iterable[RankSteps]) -> str:
-    """Return the first step whose loss was not finite, and its ranks.
+def _first_nonfinite(ranks: Collection[RankSteps]) -> tuple[str, bool]:
+    """Return the first step whose loss was not finite, and its ranks, as text.
+
+    And whether it is the first one of all ranks that record each step.
 
     Ranks make a step together, but their clocks differ. So of the steps that ended at about the
-    same time, the one with the lowest number is the first.
+    same time, the one with the lowest number is the first. It is a range if a rank that records
+    every tenth step is the first.
     """
-    firsts: list[tuple[int, float, RankSteps]] = []
+    firsts: list[tuple[int, float, int, RankSteps]] = []
     for steps in ranks:
         rows = np.flatnonzero(steps.column("nonfinite_loss") > 0)
         if rows.size:
-            ended_at = float(steps.column("ended_at")[rows[0]])
-            firsts.append((int(steps.column("step")[rows[0]]), ended_at, steps))
+            row, step, ended_at = int(rows[0]), steps.column("step"), steps.column("ended_at")
+            firsts.append((int(step[row]), float(ended_at[row]), row, steps))
     if not firsts:
-        return ""
-    latest = min(ended_at for _, ended_at, _ in firsts) + MAX_LAG_SECONDS
-    early = [(step, steps) for step, ended_at, steps in firsts if ended_at <= latest]
-    first = min(step for step, _ in early)
-    same = [steps for step, steps in early if step == first]
-    size = same[0].steps_per_row
-    where = f"step {first:,}" if size == 1 else f"the {size} recorded steps up to step {first:,}"
-    who = f"rank{'s' * (len(same) > 1)} {number_ranges([steps.rank for steps in same])}"
+        return "", False
+    latest = min(ended_at for _, ended_at, _, _ in firsts) + MAX_LAG_SECONDS
+    early = [(step, row, steps) for step, ended_at, row, steps in firsts if ended_at <= latest]
+    first = min(step for step, _, _ in early)
+    same = [(steps.first_possible_step(row), steps) for step, row, steps in early if step == first]
+    exact = [(begin, steps) for begin, steps in same if begin == first]
+    full_ranks = {steps.rank for steps in ranks if not steps.was_thinned}
+    is_of_all = bool(full_ranks) and full_ranks <= {steps.rank for _, steps in exact}
+    same = exact if is_of_all else same
+    begin, size = min(begin for begin, _ in same), same[0][1].steps_per_row
+    where = f"step {first:,}" if begin == first else f"steps {begin:,} to {first:,}"
+    if size > 1:
+        where = f"the {size} recorded steps up to step {first:,}"
+    who = f"rank{'s' * (len(same) > 1)} {number_ranges([steps.rank for _, steps in same])}"
     if who.count(",") >= MAX_RANGES:  # as the one rank per node that records each step
-        who = f"{len(same)} of the ranks that recorded it, such as rank {same[0].rank}"
-    return f", first in {where} on {who}"
+        who = f"{len(same)} of the ranks that recorded it, such as rank {same[0][1].rank}"
+    return f", first in {where} on {who}", is_of_all
 
 
 def _data_findings(found: _Evidence) -> Iterator[Finding]:
@@ -1806,7 +1885,8 @@ def _memory_findings(found: _Evidence) -> Iterator[Finding]:
         if leaks:
             worst = max(leaks, key=lambda each: sum(each.leak_bytes_per_step.values()))
             growth = worst.leak_bytes_per_step
-            more = f", and on {len(leaks) - 1} more ranks" if len(leaks) > 1 else ""
+            others = len(leaks) - 1
+            more = f", and on {others} more rank{'s' * (others > 1)}" if others else ""
             yield Finding(
                 severity="warning",
                 name="memory_leak",
@@ -1943,7 +2023,7 @@ def _throttling(found: _Evidence) -> Iterator[Finding]:
             severity="warning",
             name="device_events",
             sentence=f"The clock of {_place_of(worst)} was lowered {percent(share)} of the time "
-            f"({worst.labels[0]}){_and_others(worst, hot, 'that of')}.",
+            f"({worst.labels[0]}){_and_others(worst, hot, 'and that of')}.",
             advice="All ranks wait for the slowest GPU. Look at the cooling and the power of its "
             "node.",
             cost_ratio=share,
@@ -1951,13 +2031,12 @@ def _throttling(found: _Evidence) -> Iterator[Finding]:
 
 
 def _device_faults(found: _Evidence) -> Iterator[Finding]:
-    """Yield lost devices, errors of their memory, and XIDs, however few: none is usual."""
-    if lost := _events_of(found, devices.DEVICE_LOST):
-        yield Finding(
-            severity="critical",
-            name="device_events",
-            sentence=f"The driver lost {_place_of(lost[0])}{_and_others(lost[0], lost)}.",
-            advice="Drain the node, and restart the run from its last checkpoint on another one.",
+    """Yield lost devices, faults of their memory, and XIDs, however few: none is usual."""
+    for same in _present_and_past(_events_of(found, devices.DEVICE_LOST)):
+        yield _drain_finding(
+            same,
+            f"The driver lost {_place_of(same[0])}{_and_others(same[0], same, 'and')}.",
+            "Drain the node, and restart the run from its last checkpoint on another one.",
         )
     uncorrected = [
         each
@@ -1974,16 +2053,78 @@ def _device_faults(found: _Evidence) -> Iterator[Finding]:
             advice="The memory has lost data. Restart the run from a checkpoint before the error, "
             "and reset the GPU before it is used again.",
         )
+    yield from _row_remaps(found)
+    yield from _xids(found)
+
+
+def _drain_finding(
+    events: Sequence[_DeviceEvents], sentence: str, advice: str, meaning: str = ""
+) -> Finding:
+    """Return a fault after which a node is drained: a warning if the run has left it behind."""
+    is_past = events[0].is_past
+    return Finding(
+        severity="warning" if is_past else "critical",
+        name="device_events",
+        sentence=f"{sentence}{_PAST_SENTENCE if is_past else ''}",
+        advice=f"{meaning}{_PAST_ADVICE if is_past else advice}",
+    )
+
+
+def _present_and_past(events: Sequence[_DeviceEvents]) -> Iterator[list[_DeviceEvents]]:
+    for is_past in (False, True):
+        if same := [each for each in events if each.is_past is is_past]:
+            yield same
+
+
+def _row_remaps(found: _Evidence) -> Iterator[Finding]:
+    """Yield the GPUs whose memory is worn out, and those that must be reset to replace a row."""
+    remaps = _events_of(found, devices.DEVICE_ROW_REMAP)
+    failed = [each for each in remaps if each.labels == ("failed",)]
+    for same in _present_and_past(failed):
+        yield _drain_finding(
+            same,
+            f"A faulty row of memory could not be replaced on {_place_of(same[0])}"
+            f"{_and_others(same[0], same)}.",
+            "Drain the node, and have the card replaced: further errors are likely.",
+        )
+    worn = {_place_of(each) for each in failed}
+    pending = [
+        each for each in remaps if each.labels == ("pending",) and _place_of(each) not in worn
+    ]
+    if pending:
+        yield Finding(
+            severity="warning",
+            name="device_events",
+            sentence="A faulty row of memory is replaced at the next reset on "
+            f"{_place_of(pending[0])}{_and_others(pending[0], pending)}.",
+            advice="Reset the GPU before it is used again; a new process does not reset it.",
+        )
+
+
+def _xids(found: _Evidence) -> Iterator[Finding]:
     for worst, same in _by_labels(_events_of(found, devices.DEVICE_XID_ERRORS)):
         (xid,) = worst.labels
-        meaning = describe(int(xid)) if re.fullmatch("[0-9]{1,9}", xid) else "an unknown number"
-        yield Finding(
-            severity="critical" if xid in DRAIN_XIDS else "warning",
-            name="device_events",
-            sentence=f"XID {xid} on {_place_of(worst)}: {worst.count:,.0f} "
-            f"time{'s' * (worst.count != 1)}{_and_others(worst, same)}.",
-            advice=f"{_sentence(meaning)} The runbook has a table of XIDs.",
-        )
+        is_known = re.fullmatch("[0-9]{1,9}", xid)
+        meaning = _sentence(describe(int(xid)) if is_known else "an unknown number")
+        table = "The runbook has a table of XIDs."
+        if xid not in DRAIN_XIDS:
+            yield Finding(
+                severity="warning",
+                name="device_events",
+                sentence=_xid_sentence(xid, worst, same),
+                advice=f"{meaning} {table}",
+            )
+            continue
+        for events in _present_and_past(same):
+            worst = max(events, key=lambda each: each.count)
+            yield _drain_finding(events, _xid_sentence(xid, worst, events), table, f"{meaning} ")
+
+
+def _xid_sentence(xid: str, worst: _DeviceEvents, events: Sequence[_DeviceEvents]) -> str:
+    return (
+        f"XID {xid} on {_place_of(worst)}: {worst.count:,.0f} time{'s' * (worst.count != 1)}"
+        f"{_and_others(worst, events)}."
+    )
 
 
 _LINKS = {"nvlink": "NVLink", "pcie": "PCIe link"}
@@ -2025,10 +2166,10 @@ def _place_of(events: _DeviceEvents) -> str:
     return f"{events.device} of rank {events.rank} on {events.host}"
 
 
-def _and_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents], what: str = "on") -> str:
+def _and_others(worst: _DeviceEvents, events: Iterable[_DeviceEvents], what: str = "and on") -> str:
     """Return on how many more devices there are such events."""
     more = len({_place_of(each) for each in events} - {_place_of(worst)})
-    return f", and {what} {more} more GPU{'s' * (more > 1)}" if more else ""
+    return f", {what} {more} more GPU{'s' * (more > 1)}" if more else ""
 
 
 def _by_labels(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from ..reports.run_summary import RankRow, RunSummary, TimeShare, summary_of
 from .live_run import format_seconds, with_rest
 from .run_view import AlertView, MemoryView, RankView, RunView, Share, TunerView
@@ -118,7 +117,7 @@ def recorded_view(summary: RunSummary, at: float) -> RunView:
                 for each in reversed(summary.tuner.decisions)
             ],
         ),
-        straggler_threshold=float(STRAGGLER_SCORE_HIGH),
+        straggler_threshold=summary.straggler_threshold,
         verdict=summary.verdict,
         notes=_notes(summary.problems),
     )

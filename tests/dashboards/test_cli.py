@@ -78,6 +78,31 @@ def test_links_of_alerts_lead_to_the_given_addresses(tmp_path: Path) -> None:
     assert "127.0.0.1:3000" not in alerts
 
 
+@pytest.mark.parametrize("option", ["--grafana", "--runbook"])
+@pytest.mark.parametrize(
+    ("address", "instead"),
+    [
+        ("g.example.com", "https://g.example.com"),
+        ("g.example.com:3000/a", "https://g.example.com:3000/a"),
+        ("//g.example.com", "https://g.example.com"),
+        ("ftp://g.example.com", "https://g.example.com"),
+        ("https:/g.example.com", "https://g.example.com"),
+        ("https://g.example .com", "https://g.example.com"),
+        ("https://", "https://g.example.com"),
+        ("", "https://g.example.com"),
+    ],
+)
+def test_an_address_that_no_message_can_link_to_is_rejected(
+    option: str, address: str, instead: str, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path), option, address])
+
+    assert done.exit_code == 2
+    assert option in done.output
+    assert f"write {instead}\n" in done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_set_changes_the_default_in_the_rules_and_the_colors_of_the_dashboards(
     tmp_path: Path,
 ) -> None:
@@ -99,7 +124,7 @@ def test_set_changes_the_default_in_the_rules_and_the_colors_of_the_dashboards(
     ("text", "message"),
     [
         ("COMM_RATIO_HIGH=0.3", "--set: 'COMM_RATIO_HIGH' is no threshold of an alert; did you"),
-        ("WATCH_RATIO_HIGH=much", "--set: watch_ratio_high must be a number, got 'much'"),
+        ("WATCH_RATIO_HIGH=much", "--set: WATCH_RATIO_HIGH must be a number, got 'much'"),
     ],
 )
 def test_a_faulty_set_is_rejected_with_what_is_allowed(

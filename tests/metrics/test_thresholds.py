@@ -116,8 +116,14 @@ def test_values_are_read_from_texts_in_upper_and_lower_case():
         (
             "EXPOSED_COM_RATIO_HIGH=0.3",
             "'EXPOSED_COM_RATIO_HIGH' is no threshold of an alert; "
+            "did you mean EXPOSED_COMM_RATIO_HIGH?",
+        ),
+        (
+            "exposed_com_ratio_high=0.3",
+            "'exposed_com_ratio_high' is no threshold of an alert; "
             "did you mean exposed_comm_ratio_high?",
         ),
+        ("RESTARTS_HIGH=-1", "RESTARTS_HIGH must be a finite number from 0 on, got -1"),
         ("xyzzy=1", "'xyzzy' is no threshold of an alert; there are exposed_comm_ratio_high, "),
         (
             "exposed_comm_ratio_high=much",

@@ -181,10 +181,9 @@ def _estimates(
     """Return the estimate of each stage; of all stages, those that DeepSpeed rejects are left out.
 
     Raises:
-        DsConfigError: The configuration is invalid, or DeepSpeed rejects it at its own stage, or
-            at every stage.
+        DsConfigError: The configuration is invalid, or DeepSpeed rejects it at its own stage.
     """
-    from ...estimator.config_reader import ConfigReader
+    from ...estimator.config_reader import STAGES, ConfigReader
     from ...estimator.estimate_step import (
         UnsupportedStageError,
         estimate_step,
@@ -192,17 +191,19 @@ def _estimates(
         stages_for,
     )
 
-    stages = stages_for(topology) if stage == _ALL else (int(stage),)
-    raise_for_auto(config, stages, origin)
-    required = (ConfigReader(config, origin).stage(),) if stage == _ALL else stages
-    estimates = []
+    stages = STAGES if stage == _ALL else (int(stage),)
+    raise_for_auto(config, (one for one in stages if one in stages_for(topology)), origin)
+    required = ConfigReader(config, origin).stage() if stage == _ALL else int(stage)
+    estimates, left_out = [], []
     for one in stages:
         try:
             estimates.append(estimate_step(model, config, topology, stage=one, origin=origin))
         except UnsupportedStageError as error:
-            if one in required or (one == stages[-1] and not estimates):
+            if one == required:
                 raise
-            click.echo(f"zerowatch: stage {one} is left out: {error}", err=True)
+            left_out.append(f"zerowatch: stage {one} is left out: {error}")
+    for line in left_out:
+        click.echo(line, err=True)
     return estimates
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -96,11 +97,33 @@ def _build_model(name: str) -> EstimatedModel:
     if not module_name or not attribute:
         raise CommandLineError(f"--model {name} names no callable; give it as package.module:name")
     sys.path.insert(0, "")  # where `python -m` finds modules
+    with _without_arguments(module_name):
+        try:
+            build = getattr(import_module(module_name), attribute)
+        except _BUILD_ERRORS as error:
+            raise _model_error(name, "cannot be imported", error) from error
+        except SystemExit as error:
+            raise CommandLineError(
+                f"--model {name} cannot be imported: {module_name} ends the process when it is "
+                'imported; put argument parsing under `if __name__ == "__main__"`'
+            ) from error
+        try:
+            return _call_builder(name, build)
+        except SystemExit as error:
+            raise CommandLineError(
+                f"--model {name} ends the process when it is called; it must parse no arguments"
+            ) from error
+
+
+@contextmanager
+def _without_arguments(name: str) -> Iterator[None]:
+    """Hide the arguments of zerowatch from the user's code, which may parse its own."""
+    given = sys.argv
+    sys.argv = [name]
     try:
-        build = getattr(import_module(module_name), attribute)
-    except _BUILD_ERRORS as error:
-        raise _model_error(name, "cannot be imported", error) from error
-    return _call_builder(name, build)
+        yield
+    finally:
+        sys.argv = given
 
 
 def _call_builder(name: str, build: Any) -> EstimatedModel:

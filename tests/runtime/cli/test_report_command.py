@@ -246,6 +246,31 @@ def test_a_condition_that_cannot_be_checked_exits_with_code_2(
     assert expected in err
 
 
+def test_a_condition_that_cannot_be_checked_hides_none_that_holds(
+    folder: Path, report: Command
+) -> None:
+    unknown = ("--fail-on", "mfu_ratio<0.3")
+    holds, holds_not = ("--fail-on", "steps>1"), ("--fail-on", "steps<1")
+
+    first, _, err = report(folder, *unknown, *holds)
+    last, _, same = report(folder, *holds, *unknown)
+    neither, _, _ = report(folder, *unknown, *holds_not)
+
+    assert (first, last, neither) == (3, 3, 2)
+    assert sorted(err.splitlines()) == sorted(same.splitlines())
+    assert "steps > 1: it is " in err
+    assert "so mfu_ratio < 0.3 is not checked" in err
+
+
+def test_each_condition_that_cannot_be_checked_is_printed(folder: Path, report: Command) -> None:
+    code, _, err = report(
+        folder, "--fail-on", "mfu_ratio<0.3", "--fail-on", "comm_coverage_ratio<0.9"
+    )
+
+    assert code == 2
+    assert [line.count("is not checked") for line in err.splitlines()] == [1, 1]
+
+
 def test_the_figures_for_conditions_are_listed(report: Command) -> None:
     code, out, _ = report("--figures")
 

@@ -40,11 +40,11 @@ def test_the_defaults_are_those_of_deepspeed() -> None:
         ({"parameter_alignment": True}, {"parameter_alignment": True}),
         ({"reduce_bucket_size": 5e6}, {"reduce_bucket_size": 5_000_000}),
         ({"cpu_offload": True}, {"offload_optimizer": "cpu"}),
-        # NVMe and the ratio require stage 3.
+        # NVMe requires stage 3. So does the ratio, which `estimate_step` checks.
         ({"offload_optimizer": {"device": "NVMe"}}, {"offload_optimizer": "cpu"}),
         (
             {"offload_optimizer": {"device": "cpu", "ratio": 0.25}},
-            {"offload_optimizer": "cpu"},
+            {"offload_optimizer": "cpu", "offload_optimizer_ratio": 0.25},
         ),
         (
             {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
@@ -355,15 +355,24 @@ def test_the_micro_batches_of_a_step_follow_from_the_other_sizes(
                 "train_micro_batch_size_per_gpu": 5,
                 "gradient_accumulation_steps": 3,
             },
-            "61 is not train_micro_batch_size_per_gpu 5 x gradient_accumulation_steps 3 x 4 data",
+            "61 is not train_micro_batch_size_per_gpu 5 x gradient_accumulation_steps 3 x "
+            "4 data-parallel ranks = 60; change",
         ),
         (
             {"train_batch_size": 62},
-            "62 is not train_micro_batch_size_per_gpu 15 x gradient_accumulation_steps 1 x 4 data",
+            "train_batch_size 62 is not a multiple of 4 data-parallel ranks; change",
         ),
         (
             {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 5},
-            "3 is not train_micro_batch_size_per_gpu 5 x gradient_accumulation_steps 0 x 4 data",
+            "3 is not a multiple of train_micro_batch_size_per_gpu 5 x 4 data-parallel ranks = 20",
+        ),
+        (
+            {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 8},
+            "60 is not a multiple of train_micro_batch_size_per_gpu 8 x 4 data-parallel ranks = 32",
+        ),
+        (
+            {"train_batch_size": 20, "gradient_accumulation_steps": 3},
+            "20 is not a multiple of gradient_accumulation_steps 3 x 4 data-parallel ranks = 12",
         ),
         (
             {"train_micro_batch_size_per_gpu": 5, "sequence_parallel_size": 3},

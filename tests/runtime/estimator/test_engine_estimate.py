@@ -5,12 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from zerowatch.runtime.estimator import engine_estimate
-from zerowatch.runtime.estimator.engine_estimate import engine_shape, estimated_layouts
+from zerowatch.runtime.estimator.engine_estimate import (
+    engine_shape,
+    estimate_of_engine,
+    estimated_layouts,
+)
+from zerowatch.runtime.estimator.estimate_step import UnsupportedStageError
 
 ROOT, FIRST, SECOND = "", "0", "1"
 BACKWARD = [ROOT, SECOND, FIRST]
@@ -91,3 +97,31 @@ def test_layouts_are_estimated_for_the_stages_that_the_engine_supports(
     planned = estimated_layouts(engine)
 
     assert {layout.stage for layout in planned} == stages
+
+
+@pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_engine_with_the_adam_of_torch_is_estimated_at_stage_0_with_offload(
+    monkeypatch: pytest.MonkeyPatch, optimizer_type: type[torch.optim.Adam]
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(engine_estimate, "backend_name", lambda: "nccl")
+    engine = engine_at(0, nn.Linear(20, 30))
+    engine.config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine.optimizer_name = lambda: "adamw"
+    engine.basic_optimizer = optimizer_type(engine.module.parameters())
+
+    assert estimate_of_engine(engine).stage == 0
+
+
+def test_an_engine_with_the_adam_for_the_cpu_is_not_estimated_at_stage_0_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(engine_estimate, "backend_name", lambda: "nccl")
+    engine = engine_at(0, nn.Linear(20, 30))
+    engine.config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine.optimizer_name = lambda: "adamw"
+    engine.basic_optimizer = SimpleNamespace(defaults={})
+
+    with pytest.raises(UnsupportedStageError, match="CPU optimizer"):
+        estimate_of_engine(engine)

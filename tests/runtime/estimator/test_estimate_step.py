@@ -388,6 +388,50 @@ def test_gradients_summed_in_another_data_type_need_zero(precision, model):
     assert estimate_step(model, config, Topology(world_size=8), stage=1).stage == 1
 
 
+CPU, ADAM, NO_CLIPPING = {"device": "cpu"}, {"type": "AdamW"}, {"gradient_clipping": 0}
+
+
+@pytest.mark.parametrize(
+    ("zero", "config", "rejected"),
+    [
+        ({"offload_optimizer": {**CPU, "ratio": 0.3}}, {"optimizer": ADAM}, [0, 1, 2]),
+        ({"offload_optimizer": {"ratio": 0.3}}, {}, [0, 1, 2]),
+        ({"offload_optimizer": {"ratio": 1}}, {}, []),
+        ({"compute_grad_norm": False}, NO_CLIPPING, [0, 3]),
+        ({"compute_grad_norm": False}, {"gradient_clipping": 0.5}, [0, 1, 2, 3]),
+        ({"compute_grad_norm": False}, {}, [0, 1, 2, 3]),  # clipped at 1 by default
+        ({"compute_grad_norm": False, "offload_optimizer": CPU}, NO_CLIPPING, [0, 1, 2, 3]),
+        ({"compute_grad_norm": False, "cpu_offload": True}, NO_CLIPPING, [0, 1, 2, 3]),
+        ({"offload_optimizer": CPU}, {"optimizer": ADAM}, [0]),
+        ({"cpu_offload": True}, {"optimizer": ADAM}, [0]),
+        ({"offload_optimizer": {"device": "nvme"}}, {"optimizer": {"type": "Lion"}}, [0]),
+        ({"offload_optimizer": CPU}, {}, [0]),
+        ({"offload_optimizer": CPU}, {"zero_force_ds_cpu_optimizer": False}, []),
+        ({"offload_optimizer": CPU}, {"optimizer": {"type": "SGD"}}, []),
+        ({"offload_optimizer": CPU}, {"optimizer": {**ADAM, "params": {"torch_adam": True}}}, []),
+    ],
+)
+def test_stages_at_which_deepspeed_rejects_a_key_are_unsupported(zero, config, rejected):
+    found = []
+    for stage in range(4):
+        try:
+            estimate({"stage": stage, **zero}, ranks=2, **config)
+        except UnsupportedStageError:
+            found.append(stage)
+
+    assert found == rejected
+
+
+def test_an_optimizer_of_deepspeed_for_the_cpu_works_without_zero_on_cpu():
+    config = {**BF16, "optimizer": ADAM, "zero_optimization": {"offload_optimizer": CPU}}
+
+    on_cpu = estimate_step(chain(5, 4), config, Topology(world_size=2, backend="gloo"))
+
+    assert on_cpu.stage == 0
+    with pytest.raises(UnsupportedStageError, match="offload_optimizer is set, but stage 0"):
+        estimate_step(chain(5, 4), config, Topology(world_size=2))
+
+
 def test_unplanned_features_make_the_estimate_inexact():
     assert estimate({"stage": 3}).exact
     assert not estimate({"stage": 3, "zero_quantized_gradients": True}).exact
@@ -517,5 +561,6 @@ def test_a_pipeline_in_bf16_without_zero_partitions_its_optimizer():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_pipeline_has_neither_stage_2_nor_3(stage):
-    with pytest.raises(DsConfigError, match=f"does not support ZeRO-{stage} with pipeline"):
-        estimate_step(PIPELINE, BF16, Topology(world_size=8), stage=stage)
+    config = {**BF16, "zero_optimization": {"stage3_prefetch_bucket_size": "auto"}}
+    with pytest.raises(UnsupportedStageError, match=f"does not support ZeRO-{stage} with pipeline"):
+        estimate_step(PIPELINE, config, Topology(world_size=8), stage=stage)

@@ -354,6 +354,11 @@ def summary_with(tmp_path: Path, **tuner: Any) -> RunSummary:
         ),
         ({"symptoms": None, "mode": None}, "No decision or advice was recorded."),
         (
+            {"symptoms": None, "mode": "auto", "discarded_observations": 17},
+            "No decision or advice: step times changed 17 times in 30 s; each change restarts the "
+            "observation. The tuner was in the mode auto.",
+        ),
+        (
             {},
             "No decision or advice. The tuner was in the mode advise. It found nothing that holds "
             "the run back. Last state: observe.",

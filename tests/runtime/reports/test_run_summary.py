@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -345,6 +345,7 @@ def test_before_the_next_start_the_launchers_notes_show_how_the_run_ended(tmp_pa
     assert summary.figures["exit_reports"] == 2
     assert summary.verdict.startswith("Rank 0 was the first") and "after step 40" in summary.verdict
     assert "note.json" not in summary.findings[0].advice
+    assert "such reports" not in summary.findings[0].sentence, "the other rank's end is no such one"
 
 
 @pytest.mark.parametrize("reason", ["completed", "exception"])
@@ -636,7 +637,14 @@ def test_a_rank_adds_to_the_throughput_while_it_is_part_of_the_job(tmp_path: Pat
     [
         (9, [8, 24, 40, 56, 72, 88], ["6 of 96 ranks have a log"]),
         (9, [], ["12 of 96 ranks have a log"]),
-        (10, [], []),
+        (
+            10,
+            [],
+            [
+                "84 of 96 ranks record every tenth step: a loss of nan or inf on one of them in "
+                "the steps between is not recorded"
+            ],
+        ),
     ],
 )
 def test_before_the_tenth_step_a_note_says_how_many_ranks_have_a_log(
@@ -1288,6 +1296,8 @@ def test_hot_gpus_of_a_large_job_are_found_by_the_ranks_with_metrics(tmp_path: P
         (devices.DEVICE_XID_ERRORS, 1, ("31",), "warning"),
         (devices.DEVICE_XID_ERRORS, 1, ("a number",), "warning"),
         (devices.DEVICE_LOST, 1, (), "critical"),
+        (devices.DEVICE_ROW_REMAP, 1, ("failed",), "critical"),
+        (devices.DEVICE_ROW_REMAP, 1, ("pending",), "warning"),
     ],
 )
 def test_errors_of_a_gpu_are_findings_by_the_limits_of_the_alerts(
@@ -1316,7 +1326,126 @@ def test_a_fault_names_the_host_on_which_it_was(tmp_path: Path) -> None:
 
     [sentence] = device_sentences(summary_of(folder))
 
-    assert sentence == "XID 79 on cuda:1 of rank 1 on faulty: 2 times."
+    assert sentence == "XID 79 on cuda:1 of rank 1 on faulty: 2 times. The run trained on."
+
+
+def run_with_restart(
+    folder: Path,
+    before: Sequence[tuple[MetricSpec, float, tuple[str, ...]]],
+    after: Sequence[tuple[MetricSpec, float, tuple[str, ...]]] = (),
+    *,
+    steps_after: int = 40,
+    last_rank: int = 1,
+) -> RunSummary:
+    """A run of 2 ranks whose rank 1 has readings of its GPU before and after a restart."""
+    run_of_attempts(folder, (2, 40), (2, 40 + steps_after))
+    for number, readings in ((0, ()), (1, before)):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.add(training.PHASE_SECONDS, 20.0, "forward")
+            for spec, value, labels in readings:
+                rank.recorder.add(spec, value, f"cuda:{number}", *labels)
+    for number, readings in ((0, ()), (1, after))[: last_rank + 1]:
+        with RecordedRank(folder, number, attempt=1, begins_at=90.0) as rank:
+            rank.recorder.add(training.PHASE_SECONDS, 20.0, "forward")
+            for spec, value, labels in readings:
+                rank.recorder.add(spec, value, f"cuda:{number}", *labels)
+    return summary_of(folder)
+
+
+LOST, XID_79 = (devices.DEVICE_LOST, 1.0, ()), (devices.DEVICE_XID_ERRORS, 1.0, ("79",))
+
+
+@pytest.mark.parametrize("last_rank", [0, 1])
+def test_a_gpu_that_an_earlier_attempt_has_lost_is_a_warning(
+    tmp_path: Path, last_rank: int
+) -> None:
+    summary = run_with_restart(tmp_path / "run", [LOST, XID_79], last_rank=last_rank)
+
+    found = [each for each in summary.findings if each.name == "device_events"]
+    assert [each.severity for each in found] == ["warning", "warning"]
+    assert all(each.sentence.endswith(". The run trained on.") for each in found)
+    assert all("Have the node checked" in each.advice for each in found)
+
+
+@pytest.mark.parametrize(
+    ("after", "steps_after"),
+    [
+        ((LOST, XID_79), 40),  # lost again
+        ((), 0),  # the last attempt made no step
+    ],
+)
+def test_a_lost_gpu_with_which_the_run_has_not_trained_on_is_critical(
+    tmp_path: Path, after: Sequence[tuple[MetricSpec, float, tuple[str, ...]]], steps_after: int
+) -> None:
+    summary = run_with_restart(tmp_path / "run", [LOST, XID_79], after, steps_after=steps_after)
+
+    found = [each for each in summary.findings if each.name == "device_events"]
+    assert [each.severity for each in found] == ["critical", "critical"]
+    assert not any("trained on" in each.sentence for each in found)
+
+
+def test_uncorrected_memory_errors_of_an_earlier_attempt_are_critical(tmp_path: Path) -> None:
+    """A checkpoint may hold what they have changed."""
+    error = (devices.DEVICE_ECC_ERRORS, 1.0, ("uncorrected",))
+
+    summary = run_with_restart(tmp_path / "run", [error])
+
+    assert [each.severity for each in summary.findings][:1] == ["critical"]
+    assert summary.findings[0].name == "device_events"
+
+
+@pytest.mark.parametrize(("later", "num_found"), [(1.0, 1), (0.0, 0)])
+def test_a_row_that_is_to_be_replaced_is_that_of_the_last_process_of_a_rank(
+    tmp_path: Path, later: float, num_found: int
+) -> None:
+    """The GPU was reset between two attempts, or was not."""
+    remap = devices.DEVICE_ROW_REMAP
+    summary = run_with_restart(
+        tmp_path / "run", [(remap, 1.0, ("pending",))], [(remap, later, ("pending",))]
+    )
+
+    assert len(device_sentences(summary)) == num_found
+    assert all(
+        "next reset on cuda:1 of rank 1 on here" in each for each in device_sentences(summary)
+    )
+
+
+def test_a_gpu_whose_memory_is_worn_out_is_found_once(tmp_path: Path) -> None:
+    remap = devices.DEVICE_ROW_REMAP
+    summary = run_with_events(
+        tmp_path / "run",
+        {
+            1: [(remap, 1.0, ("failed",)), (remap, 1.0, ("pending",))],
+            2: [(remap, 1.0, ("pending",))],
+            3: [(remap, 1.0, ("pending",))],
+        },
+    )
+
+    failed, pending = device_sentences(summary)
+    assert "could not be replaced on cuda:1 of rank 1 on here." in failed
+    assert pending.endswith("next reset on cuda:2 of rank 2 on here, and on 1 more GPU.")
+
+
+def test_a_worn_out_gpu_that_a_restart_has_left_behind_is_a_warning(tmp_path: Path) -> None:
+    """A reset ends a pending replacement, but not a failed one."""
+    remap = devices.DEVICE_ROW_REMAP
+    before = [(remap, 1.0, ("failed",)), (remap, 1.0, ("pending",))]
+
+    summary = run_with_restart(tmp_path / "run", before)
+
+    [finding] = [each for each in summary.findings if each.name == "device_events"]
+    assert finding.severity == "warning"
+    assert "could not be replaced on cuda:1 of rank 1 on here" in finding.sentence
+    assert finding.sentence.endswith(". The run trained on.")
+
+
+def test_lost_gpus_are_counted_in_one_sentence(tmp_path: Path) -> None:
+    lost = [(devices.DEVICE_LOST, 1.0, ())]
+
+    summary = run_with_events(tmp_path / "run", {1: lost, 2: lost, 3: lost})
+
+    [sentence] = device_sentences(summary)
+    assert sentence == "The driver lost cuda:1 of rank 1 on here, and 2 more GPUs."
 
 
 def exposed_finding(
@@ -1617,6 +1746,107 @@ def test_many_ranks_with_the_first_step_that_was_not_finite_are_counted(tmp_path
     assert finding.sentence.endswith(
         "first in step 15 on 16 of the ranks that recorded it, such as rank 0."
     )
+
+
+@pytest.mark.parametrize(
+    ("attempts", "bad", "sentence", "may_be_earlier"),
+    [
+        # Only each tenth step of rank 13 is recorded.
+        (
+            [(72, 100)],
+            lambda rank, step: rank == 13 and step >= 52,
+            "at least 5 recorded step(s), first in steps 51 to 60 on rank 13.",
+            False,
+        ),
+        (
+            [(72, 20)],
+            lambda rank, step: rank == 13 and step < 20,
+            "at least 1 recorded step(s), first in steps 1 to 10 on rank 13.",
+            False,
+        ),
+        # Its gradients make the losses of all ranks nan.
+        (
+            [(72, 100)],
+            lambda rank, step: step >= 53 or (rank == 13 and step == 52),
+            "at least 48 recorded step(s), first in step 53 on 9 of the ranks that recorded it, "
+            "such as rank 0.",
+            True,
+        ),
+        (
+            [(72, 9)],
+            lambda rank, step: step >= 5,
+            "at least 5 recorded step(s), first in step 5 on 9 of the ranks that recorded it, "
+            "such as rank 0.",
+            True,
+        ),
+        (
+            [(72, 100)],
+            lambda rank, step: step >= 60,
+            "at least 41 recorded step(s), first in step 60 on 9 of the ranks that recorded it, "
+            "such as rank 0.",
+            True,
+        ),
+        (
+            [(72, 100)],
+            lambda rank, step: step >= 53 or (rank == 16 and step == 52),
+            "at least 49 recorded step(s), first in step 52 on rank 16.",
+            False,
+        ),
+        (
+            [(72, 30)],
+            lambda rank, step: rank in (13, 16) and step == 20,
+            "at least 1 recorded step(s), first in steps 11 to 20 on ranks 13, 16.",
+            False,
+        ),
+        # In an attempt of fewer ranks, each rank records each step.
+        (
+            [(8, 54), (72, 70)],
+            lambda rank, step: rank == 5 and step >= 58,
+            "at least 2 recorded step(s), first in steps 55 to 60 on rank 5.",
+            False,
+        ),
+        (
+            [(72, 54), (8, 70)],
+            lambda rank, step: rank == 5 and step >= 38,
+            "at least 18 recorded step(s), first in steps 31 to 40 on rank 5.",
+            False,
+        ),
+    ],
+)
+def test_of_a_rank_that_records_each_tenth_step_the_first_that_was_not_finite_is_a_range(
+    tmp_path: Path,
+    attempts: Sequence[tuple[int, int]],
+    bad: Callable[[int, int], bool],
+    sentence: str,
+    may_be_earlier: bool,
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        return step_record(step, nonfinite_loss=bad(rank, step))
+
+    summary = summary_of(run_of_attempts(tmp_path / "run", *attempts, record=record))
+
+    [finding] = [each for each in summary.findings if each.name == "nonfinite_losses"]
+    assert finding.sentence == f"The loss was nan or inf in {sentence}"
+    assert ("earlier step on one of the 63 ranks" in finding.advice) is may_be_earlier
+
+
+@pytest.mark.parametrize(("ranks", "num_thinned"), [(64, None), (72, 63)])
+def test_a_note_says_on_how_many_ranks_a_loss_that_was_not_finite_may_be_unrecorded(
+    tmp_path: Path, ranks: int, num_thinned: int | None
+) -> None:
+    summary = summary_of(
+        run_of_attempts(
+            tmp_path / "run",
+            (ranks, 60),
+            record=lambda rank, step: step_record(step, nonfinite_loss=(rank, step) == (13, 57)),
+        )
+    )
+
+    notes = [note for note in summary.notes if "a loss of nan or inf" in note]
+    assert [note.split(" ranks record")[0] for note in notes] == (
+        [] if num_thinned is None else [f"{num_thinned} of {ranks}"]
+    )
+    assert summary.figures["nonfinite_losses"] == (1 if num_thinned is None else 0)
 
 
 def test_the_first_step_of_folded_rows_that_was_not_finite_is_a_range(tmp_path: Path) -> None:
@@ -2201,10 +2431,12 @@ def test_the_tuner_has_its_current_state_and_the_symptoms_above_zero(tmp_path: P
         rank.recorder.set(tuner.TUNER_STATE, 1, "trial")
         rank.recorder.set(tuner.TUNER_SYMPTOM, 0.0, "data_bound")
         rank.recorder.set(tuner.TUNER_SYMPTOM, 0.3, "host_bound")
+        rank.recorder.add(tuner.TUNER_DISCARDED_OBSERVATIONS, 2)
 
     found = summary_of(folder).tuner
 
     assert (found.mode, found.state, found.symptoms) == ("advise", "trial", {"host_bound": 0.3})
+    assert found.discarded_observations == 2
 
 
 @pytest.mark.parametrize(("size", "samples"), [(1, 32.0), (2, None)])

@@ -21,6 +21,7 @@ from uneven_runs import eventful_run
 
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog import communication, memory, training, tuner
+from zerowatch.metrics.thresholds import STRAGGLER_SCORE_HIGH
 from zerowatch.runtime.reports.run_reader import RunFolderError
 from zerowatch.runtime.reports.run_summary import summary_of
 from zerowatch.runtime.top.http_client import Access, HttpClient, NoAnswerError, Page
@@ -393,6 +394,18 @@ def test_only_five_problems_of_a_recorded_run_are_notes(
     view = recorded_view(replace(summary, problems=tuple("abcdefg"[:number])), at=7.0)
 
     assert view.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("alerts", "threshold"),
+    [({}, float(STRAGGLER_SCORE_HIGH)), ({"thresholds": {"straggler_score_high": 0.2}}, 0.2)],
+)
+def test_the_threshold_of_a_recorded_run_is_its_own(
+    tmp_path: Path, alerts: dict[str, object], threshold: float
+) -> None:
+    folder = write_run(tmp_path / "run", settings={"alerts": alerts})
+
+    assert recorded_view(summary_of(folder), at=7.0).straggler_threshold == threshold
 
 
 def test_a_run_without_steps_is_as_old_as_its_last_write(tmp_path: Path) -> None:

@@ -120,23 +120,45 @@ def test_the_shapes_of_a_real_model_make_the_estimate_exact(estimate, ds_json):
     assert "Calls and payload bytes are exact." in out
 
 
-def test_pipeline_parallelism_omits_the_stages_that_deepspeed_rejects(estimate, ds_json):
-    _, out, _ = estimate(ds_json, *SIZE, "--pp", 2, "--tp", 2)
+def test_pipeline_parallelism_omits_the_stages_that_deepspeed_rejects(estimate, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, "zero_optimization": {"stage": 1}}))
 
+    code, out, err = estimate(file, *SIZE, "--pp", 2, "--tp", 2)
+
+    assert code == 0
     assert "2 data x 2 tensor x 2 pipeline" in out
-    assert "Stage 1" in out
+    assert "Stage 1 (configured)" in out
     assert "Stage 2" not in out
+    for stage in (2, 3):
+        assert f"stage {stage} is left out: {file}: " in err
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_configured_stage_that_a_pipeline_does_not_support_is_an_error(estimate, tmp_path, stage):
+    file = tmp_path / "ds.json"
+    zero = {"stage": stage, "stage3_max_live_parameters": "auto"}
+    file.write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+
+    answer = estimate(file, *SIZE, "--pp", 2)
+
+    assert_error(answer, f"{file}: ", f"does not support ZeRO-{stage} with pipeline parallelism")
 
 
 SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-WITHOUT_NORM = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
+WITHOUT_NORM = {
+    "zero_optimization": {"stage": 2, "compute_grad_norm": False},
+    "gradient_clipping": 0,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "omitted"),
     [
         (SUMS_IN_FP32, [0]),
-        ({**SUMS_IN_FP32, **WITHOUT_NORM}, [0, 1]),
+        (WITHOUT_NORM, [0, 3]),
+        ({**SUMS_IN_FP32, **WITHOUT_NORM}, [0, 1, 3]),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, [0]),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 3}}, [3]),
     ],
 )
@@ -156,21 +178,20 @@ def test_a_stage_that_deepspeed_rejects_is_left_out_with_a_remark(
         assert_error(estimate(file, *SIZE, "--stage", stage), str(file))
 
 
-def test_an_error_is_raised_if_deepspeed_rejects_every_stage(estimate, tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**DS_CONFIG, **SUMS_IN_FP32, **WITHOUT_NORM}))
-
-    code, out, err = estimate(file, *SIZE, "--pp", 2)
-
-    assert (code, out) == (2, "")
-    assert "compute_grad_norm is false" in err.splitlines()[-1]
-
-
 def test_a_configured_stage_that_deepspeed_rejects_is_an_error(estimate, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, **SUMS_IN_FP32, "zero_optimization": {"stage": 0}}))
 
     assert_error(estimate(file, *SIZE), f"{file}: data_types.grad_accum_dtype is fp32")
+
+
+def test_the_error_on_a_configured_stage_is_the_only_line(estimate, tmp_path):
+    """Stages 0 and 1 are rejected too."""
+    file = tmp_path / "ds.json"
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    file.write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+
+    assert_error(estimate(file, *SIZE), "offload_optimizer.ratio is 0.3", "at stage 2")
 
 
 def test_an_hpz_partition_of_zero_ranks_is_none_as_in_deepspeed(estimate, tmp_path):
@@ -231,6 +252,57 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
 )
 def test_invalid_options_print_one_line_and_exit_with_code_2(estimate, ds_json, arguments, words):
     assert_error(estimate(ds_json, *arguments), words)
+
+
+_SCRIPT = """
+import argparse, torch
+def build():
+    return torch.nn.Linear(64, 64)
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world", required=True)
+    parser.parse_args()
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "name", "words"),
+    [
+        (
+            "parse()",
+            "build",
+            "ends the process when it is imported; put argument parsing under `if",
+        ),
+        ("", "parse", "ends the process when it is called"),
+    ],
+)
+def test_a_model_whose_script_parses_arguments_is_reported_as_such(
+    estimate, ds_json, monkeypatch, tmp_path, added, name, words
+):
+    (tmp_path / "parsing_script.py").write_text(_SCRIPT + added)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "parsing_script", raising=False)
+
+    code, out, err = estimate(ds_json, "--world", 8, "--model", f"parsing_script:{name}")
+
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("zerowatch: --model parsing_script:")
+    assert words in err
+    assert sys.argv[1] == "estimate", "the arguments are those of zerowatch again"
+
+
+def test_a_script_that_parses_no_required_arguments_is_imported_without_those_of_zerowatch(
+    estimate, ds_json, monkeypatch, tmp_path
+):
+    optional = _SCRIPT.replace("required=True", "default=1") + "parse()"
+    (tmp_path / "optional_script.py").write_text(optional)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "optional_script", raising=False)
+
+    code, out, _ = estimate(ds_json, "--world", 8, "--model", "optional_script:build")
+
+    assert code == 0
+    assert "all_reduce" in out
 
 
 @pytest.mark.parametrize(
