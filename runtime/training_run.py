@@ -323,8 +323,10 @@ class TrainingRun:
         Args:
             dataset: A dataset with `__len__` and `__getitem__`, or an IterableDataset.
             batch_samples: Samples of a global batch, over all ranks.
-            resume: Whether the loader starts at the position that `load` has read before. False
-                drops this position, and the loader starts at the beginning, such as of other data.
+            resume: Whether the loader starts at the position that `load` reads, before or after
+                this call. False drops this position, and the loader starts at the beginning, such
+                as of other data. A run that `zerowatch run` restarts after its next save goes on
+                where it was in that data.
             options: seed, shuffle and drop_last. Also these options of torch's DataLoader:
                 collate_fn, num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn and
                 multiprocessing_context.
@@ -491,7 +493,8 @@ class TrainingRun:
                 undamaged checkpoint before it. By default this is done only if the launcher
                 restarts the job, as `zerowatch run --max-restarts` does. All ranks must allow it.
             data: Whether to load the position in `loader`'s data; the same on all ranks. False
-                leaves the loader where it is, such as for other data.
+                leaves the loader where it is, such as for other data. A run that `zerowatch run`
+                restarts after its next save goes on where it was in that data.
 
         Returns:
             The step after which training resumes; None if there is no checkpoint yet. The caller's
@@ -505,9 +508,10 @@ class TrainingRun:
                 differ between the ranks. Or `folder` is a file, or itself a checkpoint.
                 Raised on all ranks; the caller may then load another checkpoint.
             RebuildError: The engine that the checkpoint was saved from cannot be built here.
-            TypeError: `folder` is no path.
+            TypeError: `folder` is no path, or `fallback` or `data` is neither True nor False.
         """
         _check_folder(folder)
+        _check_choices(fallback=False if fallback is None else fallback, data=data)
         self._tuner.pause_trial()
         state = self._checkpoints.load(folder, fallback=fallback, data=data)
         self._tuner.on_user_change()
@@ -566,6 +570,17 @@ def _check_folder(folder: object) -> None:
         raise TypeError(f"folder must be a path, a str or a pathlib.Path, got {shortened(folder)}")
 
 
+def _check_choices(**arguments: object) -> None:
+    """Check arguments that are True or False.
+
+    Raises:
+        TypeError: One is neither.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {shortened(value)}")
+
+
 def _check_arguments(
     model: object,
     loss: object,
@@ -586,12 +601,7 @@ def _check_arguments(
         raise TypeError(
             "loss must be a function, called as loss(model, micro_batch), got " + shortened(loss)
         )
-    if not isinstance(balance, bool):
-        raise TypeError(f"balance must be True or False, got {shortened(balance)}")
-    if not isinstance(loss_decomposable, bool):
-        raise TypeError(
-            f"loss_decomposable must be True or False, got {shortened(loss_decomposable)}"
-        )
+    _check_choices(balance=balance, loss_decomposable=loss_decomposable)
     if compression is not None:
         check_kind(compression)
     if not isinstance(activation_checkpointing, bool | str | type | Sequence | None):

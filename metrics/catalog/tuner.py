@@ -86,6 +86,14 @@ TUNER_EXPLORATION_SECONDS = counter(
     from_zero=True,
     usual="A rate below tuner.exploration_ratio.",
 )
+TUNER_DISCARDED_OBSERVATIONS = counter(
+    "tuner_discarded_observations_total",
+    "Observations that ended without a diagnosis, because step times changed.",
+    lean=EVERY_SERIES,
+    from_zero=True,
+    usual="0, or few. Each begins again: a job whose step times change within each interval is not "
+    "diagnosed.",
+)
 
 METRICS = (
     TUNER_STATE,
@@ -95,4 +103,5 @@ METRICS = (
     TUNER_SYMPTOM,
     TUNER_DECISIONS,
     TUNER_EXPLORATION_SECONDS,
+    TUNER_DISCARDED_OBSERVATIONS,
 )

@@ -158,6 +158,15 @@ class MemoryHooks(MemoryHookFields):
         """End the peaks of a generation."""
         self._reader.end_generation()
 
+    def on_use_changed(self) -> None:
+        """Let the next sample cover only steps from now on, which use memory differently.
+
+        A sample that covers steps of both uses would be counted for the use of its last step.
+        """
+        self._reader.end_step_peaks()
+        self._shapes, self._known_shape = {}, None
+        self._phase_timer.left_training = False
+
     def on_step_end(self) -> StepMemorySample | None:
         """Return the memory sample of this step, or None if the last sample is recent."""
         now = time.monotonic()
@@ -171,6 +180,7 @@ class MemoryHooks(MemoryHookFields):
             readings=self._reader.sample_step(),
             generation_peaks=self._reader.take_generation_peaks(),
             shapes=shapes,
+            earlier_peaks=self._reader.take_earlier_peaks(),
             trained_only=not self._phase_timer.left_training,
             detail=detail,
         )

@@ -40,6 +40,7 @@ class MemoryMetrics:
     def publish(self, sample: StepMemorySample) -> None:
         """Publish the sample at the end of a step."""
         with self._recorder.commit():
+            self.publish_readings(sample.earlier_peaks)
             self.publish_readings(sample.readings)
             self._publish_generation(sample.generation_peaks)
             if sample.detail is not None:

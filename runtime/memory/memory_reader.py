@@ -48,6 +48,7 @@ class MemoryReader:
         self._step_peaks: dict[tuple[str, str], float] = {}
         self._phase_peaks: dict[tuple[str, str], float] = {}
         self._generation_peaks: dict[tuple[str, str], float] = {}
+        self._earlier_peaks: dict[tuple[str, str], float] = {}
         self._is_generating = False
         self._read_at = float("-inf")
 
@@ -67,6 +68,23 @@ class MemoryReader:
             readings = self._read()
             peaks, self._step_peaks, self._phase_peaks = self._step_peaks, {}, {}
         return _with_peaks(readings, peaks)
+
+    def end_step_peaks(self) -> None:
+        """Let the next `sample_step` have only peaks from now on, and keep those before apart."""
+        with self._lock:
+            self._read()
+            for key, size in self._step_peaks.items():
+                self._earlier_peaks[key] = max(self._earlier_peaks.get(key, 0.0), size)
+            self._step_peaks = {}
+
+    def take_earlier_peaks(self) -> Readings:
+        """Return the peaks that `end_step_peaks` has kept since the last call, by device and state.
+
+        A device without peaks of its own is absent.
+        """
+        with self._lock:
+            peaks, self._earlier_peaks = self._earlier_peaks, {}
+        return _by_device(peaks)
 
     def sample_phase(self) -> Readings:
         """Return the readings, with the peaks since the last `sample_phase` or `sample_step`.
@@ -98,10 +116,7 @@ class MemoryReader:
         """
         with self._lock:
             peaks, self._generation_peaks = self._generation_peaks, {}
-        by_device: dict[str, dict[str, float]] = {}
-        for (device, state), size in peaks.items():
-            by_device.setdefault(device, {})[state] = size
-        return by_device
+        return _by_device(peaks)
 
     def _switch(self, *, is_generating: bool) -> None:
         with self._lock:
@@ -133,6 +148,13 @@ class MemoryReader:
                 for peaks in (own, self._phase_peaks):
                     key = device, state
                     peaks[key] = max(peaks.get(key, 0.0), states[state])
+
+
+def _by_device(peaks: Mapping[tuple[str, str], float]) -> Readings:
+    by_device: dict[str, dict[str, float]] = {}
+    for (device, state), size in peaks.items():
+        by_device.setdefault(device, {})[state] = size
+    return by_device
 
 
 def _with_peaks(readings: Readings, peaks: Mapping[tuple[str, str], float]) -> Readings:

@@ -34,18 +34,22 @@ class StepMemorySample:
     """The readings of all devices at the end of a step.
 
     Attributes:
-        readings: Bytes by device and state. Peaks cover the time since the previous sample, without
-            generation.
+        readings: Bytes by device and state. Peaks cover the time since the previous sample or the
+            last change of memory use, without generation.
         generation_peaks: The peaks of generation since the previous sample, by device and state.
             Empty if nothing was generated.
-        shapes: Distinct micro-batch shapes since the previous sample.
-        trained_only: Whether neither an evaluation nor a checkpoint ran since the previous sample.
+        shapes: Distinct micro-batch shapes in the same time.
+        earlier_peaks: The peaks of the steps before the last change of memory use, which no sample
+            covers, by device and state. Empty if memory use has not changed. They are metrics only:
+            records of steps lack them.
+        trained_only: Whether neither an evaluation nor a checkpoint ran in the same time.
         detail: Phases and categories, if the step was sampled in detail.
     """
 
     readings: Readings
     shapes: tuple[Shape, ...]
     generation_peaks: Readings = field(default_factory=dict)
+    earlier_peaks: Readings = field(default_factory=dict)
     trained_only: bool = True
     detail: DetailedSample | None = None
 

@@ -207,7 +207,7 @@ class WindowRunner:
         return opened
 
     def _record_memory_use(self, local_batches: LocalBatches) -> None:
-        """Restart the memory forecast if the script or the tuner has changed the use of memory."""
+        """Restart the memory forecast if this window uses memory differently than the last one."""
         self._memory_use.num_windows += 1
         self._restart_forecasts(local_batches)
         self.peak_history.on_window_start(
@@ -324,7 +324,7 @@ class _MemoryUseTracker:
         self._num_short = 0  # consecutive uses of few windows
 
     def has_changed(self, configuration: int, local_batches: LocalBatches) -> bool:
-        """Return whether the present use differs from that of the last call.
+        """Return whether the present use differs from that of the last call, if there was one.
 
         Args:
             configuration: Number of the planner's configuration.
@@ -332,11 +332,11 @@ class _MemoryUseTracker:
         """
         varies = self._num_short >= self.MAX_SHORT
         micro_batches = None if varies else tuple(local_batches.micro_batch_samples)
-        present, before = (configuration, self.num_replays, micro_batches), self.present
-        if present == before:
+        present = (configuration, self.num_replays, micro_batches)
+        if present == self.present:
             return False
         if not varies:
             is_short = self.num_windows <= self.SHORT_WINDOWS
             self._num_short = self._num_short + 1 if is_short else 0
         self.present, self.num_windows = present, 0
-        return before is not None
+        return True

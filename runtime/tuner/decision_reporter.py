@@ -13,6 +13,7 @@ from ..instrumentation.watch_context import WatchContext
 from .policy.decision_log import DecisionLog, DecisionRecord, make_record
 from .policy.decision_messages import (
     format_decision,
+    format_discarded,
     format_ds_config_diff,
     format_symptom,
     format_trial,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Metric values are numbers. A data type is published as its number of bits, "automatic" as 0, and
 # any other text as 1.
 _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
+MAX_DISCARDED = 3  # from so many observations in a row without a diagnosis on, this is logged
 
 
 class DecisionReporter:
@@ -74,6 +76,19 @@ class DecisionReporter:
             interval_seconds,
             numerics.setting,
         )
+
+    def on_observation_discarded(self, num: int, seconds: float) -> None:
+        """Count the observations without a diagnosis. Log once that a few in a row ended so.
+
+        In mode "advise" nothing is logged.
+
+        Args:
+            num: Observations without a diagnosis, since the start or the last diagnosis.
+            seconds: Training time of these.
+        """
+        self._metrics.add_discarded_observation()
+        if num >= MAX_DISCARDED and self._mode == "auto":
+            self._log_once("discarded", f"tuner: {format_discarded(num, f'{seconds:.0f} s')}")
 
     def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
         """Publish the symptoms. Log the first one to act on if it is new, and their absence once.
@@ -158,6 +173,11 @@ class TunerMetrics:
         with self._recorder.commit():
             for name in tuner.SYMPTOMS:
                 self._recorder.set(tuner.TUNER_SYMPTOM, found.get(name, 0.0), name)
+
+    def add_discarded_observation(self) -> None:
+        """Count an observation without a diagnosis."""
+        with self._recorder.commit():
+            self._recorder.add(tuner.TUNER_DISCARDED_OBSERVATIONS, 1)
 
     def add_decision(self, record: DecisionRecord) -> None:
         """Count a record, its gain and its cost."""

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -128,7 +129,13 @@ class ActiveTunerSession:
         self._knobs = RunKnobs(engine_holder, window_runner, host_group, data)
         self._facts = job_facts(engine_holder.engine, loss_decomposable=loss_decomposable)
         self._runner: ControllerRunner | None = None  # stays None on all ranks but rank 0
-        self._create_runner = self._watch.fail_open.wrap("tuner", self._new_runner)
+        # The history is that of the job as its script starts it. A load may rebuild the engine
+        # before the first window, and then the ds config and the optimizer's class are others.
+        if host_group.rank == 0:
+            holder, world_size = engine_holder, self._facts.world_size
+            history = open_history(holder.engine, settings, world_size, holder.config)
+            new_runner = partial(self._new_runner, history)
+            self._create_runner = self._watch.fail_open.wrap("tuner", new_runner)
         self._oom_risk = ReportedOomRisk()
         self._last_end: float | None = None  # without the time of generation
         self._is_in_window = False  # still True at the start of a window if the last one failed
@@ -245,10 +252,8 @@ class ActiveTunerSession:
         if self._runner is not None and self._window_runner.opened is not None:
             self._runner.on_window_failed()
 
-    def _new_runner(self) -> ControllerRunner:
+    def _new_runner(self, history: HistoryFile) -> ControllerRunner:
         settings = self._settings.tuner
-        holder = self._engine_holder
-        history = open_history(holder.engine, self._settings, self._facts.world_size, holder.config)
         entries = history.load()
         reporter = self._watch.advisor.transfer_reporter(settings.mode)
         if settings.mode == "auto":
@@ -335,10 +340,10 @@ def open_history(
     The job's fingerprint covers all facts that a later run must share if the verdicts are to hold.
 
     Args:
-        engine: The engine.
+        engine: The first engine of the run.
         settings: The run's settings.
         world_size: Data-parallel ranks.
-        config: The ds config, as long as the tuner has changed nothing.
+        config: The first engine's ds config.
     """
     named = engine.module.named_parameters()
     key = job_fingerprint(

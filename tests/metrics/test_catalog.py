@@ -109,6 +109,7 @@ tuner_knob_value gauge knob
 tuner_gain_ratio gauge knob
 tuner_decisions_total counter verdict
 tuner_exploration_seconds_total counter
+tuner_discarded_observations_total counter
 micro_batch_samples gauge
 accumulation_steps gauge
 batch_share_ratio gauge
@@ -232,7 +233,8 @@ phase_seconds_total window_replays_total replay_seconds_total engine_rebuilds_to
 engine_rebuild_seconds_total restarts_total generate_calls_total generated_sequences_total
 generated_tokens_total generate_comm_exposed_seconds_total collective_mismatches_total
 exchange_failures_total hangs_total ooms_total tuner_decisions_total
-tuner_exploration_seconds_total hook_failures_total exporter_failures_total
+tuner_exploration_seconds_total tuner_discarded_observations_total hook_failures_total
+exporter_failures_total
 """
 # What `serve.detail = "lean"` serves of metrics that it does not serve whole.
 LEAN_WITHOUT = {

@@ -446,6 +446,20 @@ def test_a_folder_that_is_no_path_is_named(run: TrainingRun, parts: Parts, folde
     assert parts.log == []
 
 
+@pytest.mark.parametrize("wrong", [{"data": None}, {"data": [1]}, {"data": 0}, {"fallback": "no"}])
+def test_a_choice_that_is_neither_true_nor_false_is_named(
+    run: TrainingRun, parts: Parts, wrong: dict[str, Any]
+) -> None:
+    ((name, value),) = wrong.items()
+
+    with pytest.raises(TypeError) as caught:
+        run.load("checkpoints", **wrong)
+
+    assert str(caught.value).startswith(name)
+    assert "True or False" in str(caught.value) and repr(value) in str(caught.value)
+    assert parts.log == []
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_a_number_of_checkpoints_to_keep_that_is_no_count_is_refused(
     run: TrainingRun, parts: Parts, keep: Any

@@ -15,12 +15,13 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -154,6 +155,18 @@ class FolderOwner:
             lock.close()
             raise
         self._locks[folder] = lock
+
+    @property
+    def attempt(self) -> dict[str, Any]:
+        """This attempt of the run, as plain data, for `is_earlier_attempt` of a later one."""
+        return {"attempt": self._own.attempt, "launchers": self._own.launchers}
+
+    def is_earlier_attempt(self, attempt: Mapping[str, Any] | None) -> bool:
+        """Return whether this run was restarted by a launcher since `attempt` was read from it."""
+        try:
+            return self._is_other_attempt(_OWNER.validate_python(attempt or {}))
+        except ValidationError:  # of another version
+            return False
 
     def close(self) -> None:
         """Release all folders. Safe to call twice."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ...common.process_info import (
 )
 from ...devices.available_memory import available_rank_bytes
 from ...engine.rebuild.state_snapshot import autocast_scaler
-from ..data.training_data import TrainingData
+from ..data.training_data import DataStart, TrainingData
 from ..engine_holder import EngineHolder
 from ..window.rng import RngState
 from ..window_runner import WindowRunner
@@ -113,7 +113,8 @@ class CheckpointManager:
     ) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer.
 
-        The position in the data is loaded only if all ranks ask for it by `data`.
+        The position in the data is loaded only if all ranks ask for it by `data`, or if an earlier
+        attempt of this run has started the data at the beginning before it: see `DataStart`.
         """
         self._wait_for_threads()
         is_writer = is_writer_rank(self._engine_holder.engine)
@@ -125,12 +126,15 @@ class CheckpointManager:
         own = launcher_may_restart() if fallback is None else fallback
         # If all ranks allow it, or ask for it.
         allowed, with_position = group.all_gather([own, data]).min(axis=0).astype(bool).tolist()
+        start = DataStart(is_requested=not with_position)
         checkpoint = find_checkpoint(folder, holder.engine, group, fallback=allowed)
         state = None
         if checkpoint is not None:
             state = checkpoint.state
-            position = (with_position and state.data) or {}
-            self._data.check_state_dict(position)  # first: a load that is refused changes nothing
+            is_repeated = self._owner.is_earlier_attempt(state.data_started_by)
+            start = replace(start, is_repeated=is_repeated)
+            # First: a load that is refused changes nothing.
+            position = self._data.position_to_load(state.data or {}, start)
             holder.restore_changes(checkpoint.manifest.config_changes)
             with holder.optimizer_states_on_device():
                 load_checkpoint(checkpoint, holder.engine, group)
@@ -141,7 +145,7 @@ class CheckpointManager:
             runner.steps, runner.samples = state.steps, state.samples
             runner.exponent = state.weight_exponent
             self._apply_plan(check_plan(state.micro_batch_plan, checkpoint.path))
-            self._data.load_state_dict(position)
+            self._data.load_state_dict(position, start)
             if holder.compressor is not None and state.compression is not None:
                 if checkpoint.is_resharded:
                     logger.warning(
@@ -151,6 +155,8 @@ class CheckpointManager:
                     )
                 else:
                     holder.compressor.load_state_dict(state.compression)
+        else:
+            self._data.set_start(start)
         self._apply_plan_file(None if state is None else state.steps)
         if checkpoint is not None and state is not None:  # last: a rebuild draws random numbers
             rng = RngState(**state.rng)
@@ -230,6 +236,7 @@ class CheckpointManager:
             client_state=client_state,
             shard=shard_layout(holder.engine),
             autocast_scale=None if scaler is None else scaler.state_dict(),
+            data_started_by=self._owner.attempt if self._data.starts_at_beginning else None,
         )
 
     def _last_failure(self) -> CheckpointError | None:

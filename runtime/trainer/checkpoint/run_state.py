@@ -46,6 +46,9 @@ class RunState:
             none. Checkpoints of earlier versions lack it.
         autocast_scale: State of the GradScaler of `torch_autocast`, which DeepSpeed does not save;
             None if there is none. Checkpoints of earlier versions lack it.
+        data_started_by: The attempt of the run that asked to start its data at the beginning and
+            not at a saved position (`FolderOwner.attempt`). None if no attempt of this run did, and
+            in checkpoints of earlier versions.
     """
 
     steps: int
@@ -60,6 +63,7 @@ class RunState:
     client_state: Any = None
     shard: Sequence[Mapping[str, Any]] | None = None
     autocast_scale: Mapping[str, Any] | None = None
+    data_started_by: Mapping[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return a serializable copy on the host.
@@ -79,7 +83,7 @@ class RunState:
         keys = set(_FIELDS)
         if not isinstance(values, dict):
             raise CheckpointError("it is of another program")
-        values = {"shard": None, "autocast_scale": None, **values}
+        values = {"shard": None, "autocast_scale": None, "data_started_by": None, **values}
         if "rebuilt" in values:  # of an earlier version
             is_rebuilt = values.pop("rebuilt")
             values["config_changes"] = values.get("config") if is_rebuilt else {}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -34,6 +36,21 @@ logger = logging.getLogger(__name__)
 _PREFETCH_FACTOR = 2  # torch's default
 _LINEAR = ("sgd",)
 _SQUARE_ROOT = ("adam", "lamb", "rmsprop", "adagrad")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataStart:
+    """Whether the data of a run starts at the beginning, and not at the position in a checkpoint.
+
+    Attributes:
+        is_requested: Whether the caller has asked for it.
+        is_repeated: Whether an earlier attempt of this run asked for it, and has saved the position
+            since. Otherwise each restart would start at the beginning, so the position is loaded in
+            spite of a request, if it is of the loader's data.
+    """
+
+    is_requested: bool = False
+    is_repeated: bool = False
 
 
 class TrainingData:
@@ -68,6 +85,7 @@ class TrainingData:
         self._dataset: Any = None
         self._is_replacement_logged = False
         self._loaded: Mapping[str, Any] | None = None
+        self._start, self._resumes = DataStart(), True  # `resume` of the loader
         self._num_used = 0  # batches that the loader had yielded when the last window ended
         # The first batch with the requested size and split; -1 if all batches have them.
         self._changed_from = -1
@@ -112,7 +130,8 @@ class TrainingData:
     ) -> ResumableLoader | StreamLoader:
         """Return a new loader of the run's data, at the loaded position if there is one.
 
-        Without `resume` it starts at the beginning, and the loaded position is dropped.
+        Without `resume` it starts at the beginning, and the loaded position is dropped, or one that
+        is loaded before the first batch: see `DataStart`.
 
         The new loader replaces an earlier loader: position, balancing and batch size are those of
         the new one. A warning is logged if the earlier loader is of another dataset, or within an
@@ -144,10 +163,11 @@ class TrainingData:
             )
         raise_failures(self._host_group, failure.take(), "loader")
         self._check_same_data(loader, batch_samples, resume=resume)
-        if not resume:
-            self._loaded = None
-        elif self._loaded:
-            self._check_position(loader, self._loaded["data"], "The loader before it stays")
+        start = replace(self._start, is_requested=self._start.is_requested or not resume)
+        if self._loaded:
+            stays = "The loader before it stays"
+            self._loaded = self._position_to_load(loader, self._loaded, start, stays)
+        self._start, self._resumes = start, resume
         self._warn_of_replacement(dataset)
         self._loader, self._dataset, self._num_used = loader, dataset, loader.position
         self._balancer, self._is_balancing = balancer, self.balances
@@ -221,26 +241,49 @@ class TrainingData:
             "batch_samples": self.batch_samples,
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved position is of the loader's data, if there is a loader.
+    @property
+    def starts_at_beginning(self) -> bool:
+        """Whether this run, or an earlier attempt, asked to start the data at the beginning."""
+        return self._start.is_requested or self._start.is_repeated or not self._resumes
+
+    def set_start(self, start: DataStart) -> None:
+        """Set where the data starts; the present loader may have a request of its own."""
+        self._start = start
+
+    def position_to_load(self, state: Mapping[str, Any], start: DataStart) -> Mapping[str, Any]:
+        """Return a saved state if it is to be loaded, and an empty one if the position is dropped.
 
         All ranks must call this.
 
         Raises:
-            CheckpointError: The position was saved with other data; raised on all ranks.
+            CheckpointError: The position was saved with other data than the loader's; raised on all
+                ranks.
         """
         if self._loader is not None and state:
-            self._check_position(self._loader, state["data"], "Nothing was loaded")
+            # After its first batch, a load goes back to a checkpoint of this run.
+            if not self._resumes and self._loader.position == 0:
+                start = replace(start, is_requested=True)
+            return self._position_to_load(self._loader, state, start, "Nothing was loaded")
+        if state and start.is_requested and not start.is_repeated:
+            self._log_dropped()
+            return {}
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], start: DataStart | None = None) -> None:
         """Set the loader to a saved position, now or when the loader is made.
 
         All ranks must call this.
+
+        Args:
+            state: What `position_to_load` returned.
+            start: What it was called with.
 
         Raises:
             CheckpointError: The position was saved with other data, cannot be loaded, or differs
                 between the ranks; raised on all ranks.
         """
+        if start is not None:
+            self.set_start(start)
         if self._loader is None:
             self._loaded = state
             return
@@ -304,6 +347,37 @@ class TrainingData:
     ) -> None:
         with raise_on_all_ranks(self._host_group, "load the position in the data", state):
             loader.check_state_dict(position)
+
+    def _position_to_load(
+        self,
+        loader: ResumableLoader | StreamLoader,
+        state: Mapping[str, Any],
+        start: DataStart,
+        failed: str,
+    ) -> Mapping[str, Any]:
+        if not start.is_requested:
+            self._check_position(loader, state["data"], failed)
+            return state
+        if start.is_repeated:
+            with suppress(CheckpointError):  # of other data, so there is a reason for the request
+                self._check_position(loader, state["data"], failed)
+                if self._host_group.rank == 0:
+                    logger.warning(
+                        "the data goes on at the position in the checkpoint, in spite of "
+                        "data=False or resume=False: this run was restarted, and had started the "
+                        "data at the beginning before it saved this checkpoint"
+                    )
+                return state
+        self._log_dropped()
+        return {}
+
+    def _log_dropped(self) -> None:
+        if self._host_group.rank == 0:
+            logger.warning(
+                "the position in the data is dropped, because of data=False or resume=False: the "
+                "data starts at the beginning. If you start this run again by hand after its next "
+                "save, leave the argument out"
+            )
 
     def _load_position(
         self, loader: ResumableLoader | StreamLoader, state: Mapping[str, Any]

@@ -102,6 +102,8 @@ class Controller:
         self._unreported: list[Decision] = []
         # The inputs of the last proposals. More proposals may follow from the same inputs.
         self._inputs: TunerInput | None = None
+        # Observations that ended without a diagnosis since the last one, and their training time.
+        self._num_discarded, self._observed_seconds = 0, 0.0
         self._num_failures, self._step_seconds = 0, 1.0
         self._num_settling = 0  # steps to skip
         self._num_idle = WARMUP_STEPS  # steps until something is tried
@@ -223,7 +225,12 @@ class Controller:
             return
         self._num_idle = max(0, self._num_idle - 1)
         reading = self._observer.add(step)
+        is_observing = self.state is State.OBSERVE and self._inputs is None
+        self._observed_seconds += step.seconds if is_observing else 0.0
         if self._observer.shift is not None:
+            if is_observing:
+                self._num_discarded += 1
+                self._listener.on_observation_discarded(self._num_discarded, self._observed_seconds)
             self._on_speed_shift(self._observer.shift)
         elif self._num_idle or self.state in _INACTIVE:
             return
@@ -235,6 +242,7 @@ class Controller:
             self._diagnose(reading, step)
 
     def _diagnose(self, reading: MetricsDelta, step: StepTime) -> None:
+        self._num_discarded, self._observed_seconds = 0, 0.0
         inputs = self._search.inputs(reading, step, self.configuration.known_good)
         is_known = exposed_ratio(reading, self._options.thresholds) is not None
         self._listener.on_diagnosis(inputs.symptoms, reading.seconds if is_known else None)

@@ -66,6 +66,14 @@ class TunerListener(Protocol):
     def on_configuration(self, configuration: Configuration) -> None:
         """Handle a change of the configuration in use."""
 
+    def on_observation_discarded(self, num: int, seconds: float) -> None:
+        """Handle an observation that begins again, because step times changed.
+
+        Args:
+            num: Observations without a diagnosis, since the start or the last diagnosis.
+            seconds: Training time of these.
+        """
+
     def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
         """Handle a diagnosis.
 

@@ -56,6 +56,17 @@ def format_symptom(symptom: Symptom) -> str:
     return formatter(symptom)
 
 
+def format_discarded(num: int, duration: str) -> str:
+    """Return why observations ended without a diagnosis.
+
+    Args:
+        num: Observations.
+        duration: Their training time, as text.
+    """
+    times = f"{num} time{'s' * (num != 1)}"
+    return f"step times changed {times} in {duration}; each change restarts the observation"
+
+
 def format_trial(proposal: Proposal, configuration: Configuration) -> str:
     """Return the log line of a trial that starts: its changes, and why they are tried."""
     return (

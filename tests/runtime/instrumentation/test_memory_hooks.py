@@ -166,6 +166,26 @@ def test_short_steps_share_a_reading(job: Job) -> None:
     assert readings[2].shapes == (Shape(2, 16), Shape(2, 32), Shape(2, 64))
 
 
+def test_a_sample_after_a_change_of_memory_use_covers_only_the_steps_after_it(job: Job) -> None:
+    job.step((2, 8))
+    job.phases.enter(EVAL)
+    job.phases.leave()
+    missed = job.step((4, 8), seconds=0.1)
+    job.peak_bytes = 5000.0
+
+    job.hooks.on_use_changed()
+    job.peak_bytes = 600.0
+    job.hooks.on_use_changed()
+    sample = job.step((2, 8), seconds=0.2)
+
+    assert missed is None
+    assert sample.readings["cpu"]["peak_allocated"] == 600.0
+    assert sample.shapes == (Shape(2, 8),)
+    assert sample.trained_only
+    assert sample.earlier_peaks == {"cpu": {"peak_allocated": 5000.0}}
+    assert job.step((2, 8)).earlier_peaks == {}
+
+
 def test_data_without_tokens_has_its_elements_for_a_length(job: Job) -> None:
     job.hooks.on_batch_start(BatchShape(samples=4, elements=4 * 3 * 32 * 32), 1)
 

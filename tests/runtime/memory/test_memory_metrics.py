@@ -60,6 +60,18 @@ def test_a_peak_is_published_until_a_scrape_must_have_read_it(
     assert recorder.snapshot().values[memory.MEMORY_PEAK] == {("cpu", "allocated"): 1900.0}
 
 
+def test_a_peak_before_a_change_of_memory_use_is_published(
+    recorder: Recorder, metrics: MemoryMetrics
+) -> None:
+    after = sample(allocated=1500.0, peak_allocated=1700.0)
+
+    metrics.publish(replace(after, earlier_peaks={"cpu": {"peak_allocated": 1900.0}}))
+
+    values = recorder.snapshot().values
+    assert values[memory.MEMORY_PEAK] == {("cpu", "allocated"): 1900.0}
+    assert values[memory.MEMORY_BYTES] == {("cpu", "allocated"): 1500.0}
+
+
 def test_the_peak_of_generation_is_a_phase_and_part_of_the_highest_use(
     recorder: Recorder, metrics: MemoryMetrics
 ) -> None:

@@ -571,17 +571,17 @@ def test_a_change_of_memory_use_restarts_the_forecast_after_the_last_step_before
     run = Run()
     for _ in range(2):
         train(run)
-    assert run.engine.restarts == []
+    assert run.engine.restarts == [0]
 
     run.runner.micro_batch_samples = 1  # by the script or by the tuner
     for _ in range(2):
         train(run)
-    assert run.engine.restarts == [2]
+    assert run.engine.restarts == [0, 2]
 
     run.runner.replay.planner.invalidate()  # another memory saving
     for _ in range(2):
         train(run)
-    assert run.engine.restarts == [2, 4]
+    assert run.engine.restarts == [0, 2, 4]
 
 
 def test_a_change_back_restores_the_use_of_memory() -> None:
@@ -590,8 +590,8 @@ def test_a_change_back_restores_the_use_of_memory() -> None:
         run.runner.micro_batch_samples = size
         for _ in range(4):
             train(run)
-    _, smaller, larger, last = [None, *run.engine.uses]
-    assert last == smaller != larger
+    first, smaller, larger, last = run.engine.uses
+    assert last == smaller != larger == first
 
     run.fails_above = 1
     run.runner.micro_batch_samples = 2
@@ -621,9 +621,9 @@ def test_a_replay_restarts_the_forecast_after_its_step() -> None:
 
     result = train(run)
 
-    assert (result.replays, run.engine.restarts) == (1, [2])
+    assert (result.replays, run.engine.restarts) == (1, [0, 2])
     train(run)
-    assert run.engine.restarts == [2]
+    assert run.engine.restarts == [0, 2]
 
 
 def test_a_failed_window_leaves_the_configurations_of_the_steps_before() -> None:

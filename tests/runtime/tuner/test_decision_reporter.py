@@ -57,6 +57,7 @@ def test_counters_start_at_0_so_that_the_first_decision_is_an_increase():
     assert set(values[tuner.TUNER_DECISIONS].values()) == {0}
     assert len(values[tuner.TUNER_DECISIONS]) == 6
     assert values[tuner.TUNER_EXPLORATION_SECONDS] == {(): 0}
+    assert values[tuner.TUNER_DISCARDED_OBSERVATIONS] == {(): 0}
 
 
 def test_exactly_one_state_is_on(reports):
@@ -190,6 +191,26 @@ def test_the_start_of_the_tuner_is_logged(reports, caplog):
     (message,) = caplog.messages
     assert message.startswith("tuner: on, observing 20 s")
     assert message.endswith("bitwise")
+
+
+def test_observations_without_a_diagnosis_are_counted_and_logged_once(reports, caplog):
+    for num in (1, 2, 3, 4):
+        reports.reporter.on_observation_discarded(num, 15.0 * num)
+
+    (message,) = caplog.messages
+    assert "step times changed 3 times in 45 s" in message
+    assert "restarts the observation" in message
+    assert reports.value(tuner.TUNER_DISCARDED_OBSERVATIONS) == 4
+
+
+def test_an_advisors_observations_without_a_diagnosis_are_only_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    reports = Reports(tmp_path, mode="advise")
+
+    reports.reporter.on_observation_discarded(3, 45.0)
+
+    assert reports.value(tuner.TUNER_DISCARDED_OBSERVATIONS) == 1
+    assert not caplog.messages
 
 
 def test_a_diagnosis_without_symptoms_is_logged_once_with_its_training_time(reports, caplog):

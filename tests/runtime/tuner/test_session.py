@@ -84,19 +84,30 @@ def test_all_ranks_are_tuned_or_none_is(
     assert on_ranks(2, rank) == [tuned, tuned]
 
 
+def engine_of(watch: Any, optimizer: object = None) -> Any:
+    return SimpleNamespace(
+        watch=watch,
+        module=SimpleNamespace(named_parameters=list),
+        basic_optimizer=optimizer,
+        device=SimpleNamespace(type="cpu"),
+    )
+
+
 def made(monkeypatch: pytest.MonkeyPatch, watch: Any, runner: Any, **parts: Any) -> Any:
     """Return the session of rank 0, whose controller is `runner`."""
     knobs = SimpleNamespace(on_window_end=lambda: None, close=lambda: None)
     monkeypatch.setattr(session, "RunKnobs", lambda *_: knobs)
-    monkeypatch.setattr(session, "job_facts", lambda _, **options: None)
-    monkeypatch.setattr(session.ActiveTunerSession, "_new_runner", lambda _: runner)
+    facts = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(session, "job_facts", lambda _, **options: facts)
+    new_runner = parts.pop("new_runner", lambda *_: runner)
+    monkeypatch.setattr(session.ActiveTunerSession, "_new_runner", new_runner)
     status = SimpleNamespace(oom_risk=0.0, is_on_trial=False, exchanges_switch_request=False)
     known: Any = {
-        "engine_holder": SimpleNamespace(engine=SimpleNamespace(watch=watch), has_engine=True),
+        "engine_holder": SimpleNamespace(engine=engine_of(watch), config={}, has_engine=True),
         "window_runner": SimpleNamespace(opened=SimpleNamespace(tuner_statuses=[status])),
         "host_group": SimpleNamespace(rank=0),
         "data": SimpleNamespace(has_requested_batch=True),
-        "settings": SimpleNamespace(tuner=SimpleNamespace(numerics="bitwise")),
+        "settings": Settings(run_log={"enabled": False}, tuner={"numerics": "bitwise"}),
     }
     return session.ActiveTunerSession(**{**known, **parts})
 
@@ -120,7 +131,7 @@ def test_a_trial_that_left_no_engine_counts_as_crashed(
     ended: list[str] = []
     runner = SimpleNamespace(on_window_end=lambda _: None, close=lambda: ended.append("normally"))
     watch = watched()
-    holder = SimpleNamespace(engine=SimpleNamespace(watch=watch), has_engine=True)
+    holder = SimpleNamespace(engine=engine_of(watch), config={}, has_engine=True)
     tuned = made(monkeypatch, watch, runner, engine_holder=holder)
     tuned.on_window_start()
     tuned.on_window_end(RESULT)
@@ -210,6 +221,33 @@ def test_a_history_is_of_the_same_dtype_trained_parameters_layout_and_batch() ->
     assert len(set(keys)) == len(keys)
     assert key_of(small_model()) == keys[0]
     assert key_of(small_model(), {**stage_2, "steps_per_print": 7}) == keys[5]
+
+
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_a_history_is_of_the_job_as_it_started_also_if_loading_rebuilds_the_engine(
+    monkeypatch: pytest.MonkeyPatch, is_rebuilt: bool
+) -> None:
+    histories: list[Any] = []
+    watch, config = watched(), {"zero_optimization": {"stage": 1}}
+    runner = SimpleNamespace(on_window_end=lambda _: None, close=lambda: None)
+    holder = SimpleNamespace(engine=engine_of(watch, object()), config=config, has_engine=True)
+    tuned = made(
+        monkeypatch,
+        watch,
+        runner,
+        engine_holder=holder,
+        new_runner=lambda _, history: histories.append(history) or runner,
+    )
+
+    if is_rebuilt:
+        holder.engine = engine_of(watch, optimizer=[])
+        holder.config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    tuned.on_window_start()
+    tuned.on_window_end(RESULT)
+
+    settings = Settings(run_log={"enabled": False}, tuner={"numerics": "bitwise"})
+    before = session.open_history(engine_of(watch, object()), settings, 1, config)
+    assert [each._key for each in histories] == [before._key]
 
 
 def test_a_history_is_of_the_same_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,15 @@ import torch
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup
 
 from zerowatch.errors import CheckpointError
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.trainer.checkpoint import save as save_module
 from zerowatch.runtime.trainer.checkpoint.folder import MANIFEST, CheckpointFolder
 from zerowatch.runtime.trainer.checkpoint.folder_owner import FolderOwner
 from zerowatch.runtime.trainer.checkpoint.manager import CheckpointManager
 from zerowatch.runtime.trainer.checkpoint.plan_file import MicroBatchPlan
-from zerowatch.runtime.trainer.checkpoint.run_state import RunState
+from zerowatch.runtime.trainer.checkpoint.run_state import RunState, read_rank
 from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
+from zerowatch.runtime.trainer.data.training_data import DataStart
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchLimits
 from zerowatch.runtime.trainer.window.rng import RngState
 
@@ -38,7 +40,9 @@ def trained() -> PlainEngine:
 
 
 def manager_of(engine: PlainEngine, data: Any = None) -> CheckpointManager:
-    engine.watch = SimpleNamespace(run_id="second", saving_checkpoint=nullcontext)
+    engine.watch = SimpleNamespace(
+        run_id="second", saving_checkpoint=nullcontext, recorder=Recorder()
+    )
     holder = SimpleNamespace(
         engine=engine,
         run_folder=None,
@@ -57,7 +61,7 @@ def manager_of(engine: PlainEngine, data: Any = None) -> CheckpointManager:
         replay=SimpleNamespace(planner=planner),
         on_fatal_oom=[],
     )
-    data = data or SimpleNamespace(state_dict=dict)
+    data = data or SimpleNamespace(state_dict=dict, starts_at_beginning=False)
     return CheckpointManager(holder, runner, data, ALONE, background=False)
 
 
@@ -89,12 +93,15 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_is_loaded_or_load
     save_checkpoint(tmp_path, trained(), ALONE, state)
     engine, loaded_positions = PlainEngine(), list[object]()
 
-    def refuse(position: object) -> None:
-        if position:
+    def refuse(position: object, start: DataStart) -> object:
+        if not start.is_requested:
             raise CheckpointError("of other data")
+        return {}
 
     data = SimpleNamespace(
-        state_dict=dict, check_state_dict=refuse, load_state_dict=loaded_positions.append
+        state_dict=dict,
+        position_to_load=refuse,
+        load_state_dict=lambda position, start: loaded_positions.append(position),
     )
     manager = manager_of(engine, data)
     monkeypatch.setattr(manager._plan_file, "read", lambda group: None)
@@ -109,6 +116,60 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_is_loaded_or_load
     assert loaded is not None and manager._window_runner.steps == 3
     assert not torch.equal(engine.module.weight.data, weights)
     assert loaded_positions == [{}]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "is_repeated"),
+    [
+        (FolderOwner("before", ["launcher"], "attempt 1"), True),
+        (FolderOwner("another", ["other launcher"], "attempt 1"), False),
+        (FolderOwner("this", ["launcher"], "attempt 2"), False),
+        (None, False),
+    ],
+)
+def test_data_that_an_earlier_attempt_started_at_the_beginning_is_known(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved_by: FolderOwner | None,
+    is_repeated: bool,
+) -> None:
+    plan = asdict(MicroBatchPlan(micro_batch_samples=4, sizing=MicroBatchLimits()))
+    rng, position = asdict(RngState.capture()), {"data": {"position": 2}}
+    state = RunState(
+        steps=3,
+        samples=24,
+        config={},
+        micro_batch_plan=plan,
+        rng=rng,
+        data=position,
+        data_started_by=saved_by and saved_by.attempt,
+    )
+    save_checkpoint(tmp_path, trained(), ALONE, state)
+    starts: list[DataStart] = []
+    data = SimpleNamespace(
+        position_to_load=lambda position, start: starts.append(start) or position,
+        load_state_dict=lambda position, start: None,
+    )
+    manager = manager_of(PlainEngine(), data)
+    manager._owner = FolderOwner("this", ["launcher"], "attempt 2")
+    monkeypatch.setattr(manager._plan_file, "read", lambda group: None)
+
+    manager.load(tmp_path, fallback=False, data=False)
+
+    assert starts == [DataStart(is_requested=True, is_repeated=is_repeated)]
+
+
+@pytest.mark.parametrize("starts_at_beginning", [False, True])
+def test_a_checkpoint_names_the_attempt_that_started_the_data_at_the_beginning(
+    tmp_path: Path, starts_at_beginning: bool
+) -> None:
+    data = SimpleNamespace(state_dict=dict, starts_at_beginning=starts_at_beginning)
+    manager = manager_of(trained(), data)
+
+    saved = manager.save(tmp_path, None, 1, background=False)
+
+    known = read_rank(saved, 0).data_started_by
+    assert known == (manager._owner.attempt if starts_at_beginning else None)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -20,6 +20,7 @@ from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.trainer.data import training_data
 from zerowatch.runtime.trainer.data.training_data import (
     BatchLearningRate,
+    DataStart,
     TrainingData,
     scaling_exponent,
 )
@@ -347,11 +348,80 @@ def test_a_position_of_other_data_is_refused_before_it_is_loaded(
     next(iter(loader))
 
     with nullcontext() if is_same else pytest.raises(CheckpointError, match="num_samples=240"):
-        data.check_state_dict(saved_state())
-    without_loader.check_state_dict(saved_state())
-    data.check_state_dict({})
+        data.position_to_load(saved_state(), DataStart())
+    without_loader.position_to_load(saved_state(), DataStart())
+    data.position_to_load({}, DataStart())
 
     assert loader.position == 1
+
+
+def loaded_by(
+    data: TrainingData, samples: list[int], order: str, *, resume: bool, start: DataStart
+) -> Any:
+    """Return the loader of a run that makes it before or after it loads a position."""
+    loader = data.loader(samples, batch_samples=12, resume=resume) if order == "first" else None
+    position = data.position_to_load(saved_state(), start)
+    data.load_state_dict(position, start)
+    return loader or data.loader(samples, batch_samples=12, resume=resume)
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("by", ["data", "resume"])
+@pytest.mark.parametrize(("samples", "is_same"), [(SAMPLES, True), (SAMPLES * 2, False)])
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_position_is_dropped_once_and_a_restarted_run_goes_on_in_the_same_data(
+    order: str,
+    by: str,
+    samples: list[int],
+    is_same: bool,
+    is_repeated: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = data_of()
+    start = DataStart(is_requested=by == "data", is_repeated=is_repeated)
+
+    loader = loaded_by(data, samples, order, resume=by != "resume", start=start)
+
+    assert loader.position == (3 if is_same and is_repeated else 0)
+    assert data.state_dict()["data"]["num_samples"] == len(samples)
+    assert data.starts_at_beginning
+    assert len(caplog.messages) == 1
+    assert ("this run was restarted" in caplog.text) == (is_same and is_repeated)
+
+
+def test_a_position_that_was_dropped_is_not_saved_again() -> None:
+    data, start = data_of(), DataStart(is_requested=True)
+
+    data.load_state_dict(data.position_to_load(saved_state(), start), start)
+
+    assert data.state_dict() == {}
+
+
+def test_a_run_that_never_asks_for_it_does_not_start_at_the_beginning() -> None:
+    data = data_of()
+    loader = loaded_by(data, SAMPLES, "first", resume=True, start=DataStart())
+
+    assert (loader.position, data.starts_at_beginning) == (3, False)
+
+
+def test_a_loader_that_has_started_at_the_beginning_goes_back_to_a_checkpoint() -> None:
+    data = data_of()
+    loader = data.loader(SAMPLES, batch_samples=12, resume=False)
+    next(iter(loader))
+
+    position = data.position_to_load(saved_state(), DataStart())
+    data.load_state_dict(position, DataStart())
+
+    assert (loader.position, data.starts_at_beginning) == (3, True)
+
+
+def test_a_request_before_there_is_a_checkpoint_holds_for_a_restart() -> None:
+    by_load, by_loader = data_of(), data_of()
+    by_load.set_start(DataStart(is_requested=True))
+    by_loader.loader(SAMPLES, batch_samples=12, resume=False)
+    by_loader.set_start(DataStart())
+
+    assert by_load.starts_at_beginning and by_loader.starts_at_beginning
 
 
 def test_a_loader_that_does_not_fit_the_loaded_position_leaves_the_one_before_it() -> None:
@@ -371,7 +441,7 @@ def test_a_stream_of_another_size_names_how_to_start_without_the_position() -> N
     data.loader(Stream(), batch_samples=24)
 
     with pytest.raises(CheckpointError, match="data=False to TrainingRun"):
-        data.check_state_dict(saved.state_dict())
+        data.position_to_load(saved.state_dict(), DataStart())
 
 
 def test_a_loaded_position_that_no_loader_has_yet_is_saved_again() -> None:

@@ -616,3 +616,18 @@ def test_a_trial_is_discarded_when_the_speed_of_a_changes() -> None:
     assert [one.verdict for one in job.decisions] == ["interrupted"], "that was no verdict"
     assert "changed its speed" in job.decisions[0].reason
     assert not job.controller.configuration.is_on_trial
+
+
+def test_observations_that_changes_of_speed_discard_are_counted_until_a_diagnosis() -> None:
+    job = Job()
+
+    for pace in (0.1, 0.15, 0.1, 0.15):  # 26 steps are shorter than an observation
+        job.pace = pace
+        job.run(26)
+    discarded, trials = list(job.discarded), job.num_trials
+    job.run(100, until=lambda: job.num_trials > 0)
+
+    assert [num for num, _ in discarded] == [1, 2, 3]
+    assert [seconds for _, seconds in discarded] == pytest.approx([2.5, 6.4, 9.0], abs=0.5)
+    assert (trials, job.num_trials) == (0, 1)
+    assert job.discarded == discarded

@@ -60,6 +60,43 @@ def test_noise_without_a_shift_rarely_raises_an_alarm(seed: int) -> None:
     assert alarms <= 3  # of 40,000 steps; one in 10,000 is allowed
 
 
+@pytest.mark.parametrize("deviation", [0.04, 0.1, 0.2])
+def test_noise_of_an_overloaded_machine_rarely_raises_an_alarm(seed: int, deviation: float) -> None:
+    alarms = 0
+    for each in range(seed, seed + 8):
+        cusum = Cusum()
+        noise = Noise(deviation=deviation, drift=0.0, shift=0.0)
+        steps = noisy_steps(each, 5000, noise)
+        alarms += sum(cusum.add(log(max(0.1, seconds))) is not None for seconds in steps)
+
+    assert alarms <= 12  # of 40,000 steps; about one in 10,000 is allowed
+
+
+@pytest.mark.parametrize(("shift", "detected"), [(0.3, "slower"), (-0.3, "faster")])
+def test_a_large_shift_of_a_noisy_machine_is_detected(
+    seed: int, shift: float, detected: str
+) -> None:
+    cusum = Cusum()
+    steps = noisy_steps(seed, 400, Noise(deviation=0.06, drift=0.0, shift=0.0, spike_share=0.0))
+
+    found = [cusum.add(log(each * (1 + shift * (at >= 300)))) for at, each in enumerate(steps)]
+
+    assert [one for one in found if one] == [detected]
+
+
+@pytest.mark.parametrize("shift", [0.05, -0.05])
+def test_a_small_shift_of_a_noisy_machine_is_detected(seed: int, shift: float) -> None:
+    num_detected = 0
+    for each in range(seed, seed + 20):
+        noise = Noise(deviation=0.05, carried=0.0, drift=0.0, shift=0.0, spike_share=0.0)
+        steps = noisy_steps(each, 800, noise)
+        cusum = Cusum()
+        found = [cusum.add(log(step * (1 + shift * (at >= 300)))) for at, step in enumerate(steps)]
+        num_detected += any(found[300:])
+
+    assert num_detected >= 16
+
+
 def test_single_slow_steps_are_not_a_shift() -> None:
     cusum = Cusum()
 
