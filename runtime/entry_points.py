@@ -65,13 +65,29 @@ _HOOKS_OF_PROCESS = ("collectives", "functional collectives", "streams")
 
 
 @dataclass(slots=True)
+class _PassedOver:
+    """An engine that was made while the watched one existed, until its first step.
+
+    Attributes:
+        engine: The engine, if it still exists.
+        settings: The settings with which it would be watched.
+        is_beside: Whether another engine or model has trained since this one was made.
+    """
+
+    engine: weakref.ref[Any]
+    settings: Settings
+    is_beside: bool = False
+
+
+@dataclass(slots=True)
 class _Process:
     """State of this process.
 
     Attributes:
         settings: The settings with which the watch was asked for.
         module: The model of the engine for which the watch was opened, if it still exists.
-        trainings: Trainings so far by the run id that they were given.
+        trainings: The number of the last training by the run id that it was given.
+        own_ids: The run ids that the watches before the last one have got.
         is_new_training: Whether the next watch is of a new training, even with the same engine.
         is_model_known: Whether optimizer steps no longer show what the script trains.
         closes_at_exit: Whether the exit handler is registered, which a forked child loses.
@@ -85,9 +101,8 @@ class _Process:
         num_passed_over: How many optimizers were not watched, in this training.
         num_short_runs: How many short runs were replaced, because their models no longer existed.
         opened_at: The number of steps at which the watch was opened.
-        passed_over: Engines that were made while the watched one existed, with their settings,
-            until the first step after that.
-        passed_over_hook: Calls `_on_step_after_engines` at that step.
+        passed_over: Engines that may take the place of the watched one at their first step.
+        passed_over_hook: Calls `_on_step_after_engines` at each step while there are such engines.
     """
 
     fail_open: FailOpen = field(default_factory=FailOpen)
@@ -97,6 +112,7 @@ class _Process:
     module: Callable[[], Any] = lambda: None
     num_watches: int = 0
     trainings: Counter[str] = field(default_factory=Counter)
+    own_ids: set[str] = field(default_factory=set)
     is_new_training: bool = False
     is_model_known: bool = False
     watches_torch: bool = False
@@ -108,7 +124,7 @@ class _Process:
     num_passed_over: int = 0
     num_short_runs: int = 0
     opened_at: int = 0
-    passed_over: list[tuple[weakref.ref[Any], Settings]] = field(default_factory=list)
+    passed_over: list[_PassedOver] = field(default_factory=list)
     passed_over_hook: StepCallbackHandle | None = None
     first_step_hook: StepCallbackHandle | None = None
     attached_settings: Mapping[str, Any] | None = None
@@ -505,7 +521,7 @@ def close_watch(*, failed: bool) -> None:
     if _process.first_step_hook is not None:
         _process.is_model_known = True
         _process.first_step_hook.remove()
-    _take_passed_over()
+    _forget_passed_over()
     error = sys.exception() or _uncaught_error()
     interrupted = failed and is_interrupt(error)
     try:
@@ -580,54 +596,76 @@ def _is_replaced_by(engine: Any) -> bool:
 
     A framework that repeats a training, such as with smaller batches, makes another engine of the
     same model. It may still refer to the previous engine then. If an engine that was passed over
-    exists, it comes first.
+    exists, and no other has trained since, it comes first.
     """
     if engine.module is _process.module():
         return True
-    return _is_engine_gone() and all(of() is None for of, _ in _process.passed_over)
+    return _is_engine_gone() and all(
+        each.is_beside or each.engine() is None for each in _process.passed_over
+    )
 
 
 def _pass_over_engine(engine: Any, settings: Settings) -> None:
-    """Let the first step after this show whether the watched engine was replaced.
+    """Let the engine's first step show whether it replaces the watched engine.
 
     In `engine, *_ = deepspeed.initialize(...)` within a loop, the variable still has the previous
     engine while the next one is made.
     """
     from .common.optimizer_steps import call_after_steps
 
-    _process.passed_over.append((weakref.ref(engine), settings))
+    _process.passed_over.append(_PassedOver(weakref.ref(engine), settings))
     if _process.passed_over_hook is None:
         on_step = _process.fail_open.wrap("watch", _on_step_after_engines)
-        _process.passed_over_hook = call_after_steps(lambda optimizer: on_step())
+        _process.passed_over_hook = call_after_steps(on_step)
 
 
-def _on_step_after_engines() -> None:
-    """Watch the first engine that was passed over, if the watched one no longer exists."""
-    passed_over = _take_passed_over()
+def _on_step_after_engines(optimizer: torch.optim.Optimizer) -> None:
+    """Watch an engine that was passed over, if it trains and the watched one is gone.
+
+    Steps of other optimizers show nothing: the watched engine may train before the others do. Of
+    engines that were made together, such as the two of a GAN, the first one is watched, even if
+    another one trains first.
+    """
     running = current_watch()
-    if running is None:
-        return
-    is_gone = _is_engine_gone()
-    for engine, settings in ((of(), settings) for of, settings in passed_over):
-        handle = None if engine is None else vars(engine).get("watch")
-        if engine is None or isinstance(handle, NullWatch):  # a TrainingRun goes on without one
-            continue
-        if not is_gone:
-            _report_further_engine(running)
-            return
-        opened = _open_watch(engine, settings)
-        if handle is not None:
+    stepped = next(
+        (each for each in _process.passed_over if _optimizer_of(each.engine()) is optimizer), None
+    )
+    # This also frees engines to which nothing refers, so it comes before the search.
+    is_replaced = running is not None and stepped is not None and _is_engine_gone()
+    existing = [
+        (engine, each) for each in _process.passed_over if (engine := each.engine()) is not None
+    ]
+    # A TrainingRun with such a handle goes on without a watch.
+    watchable = [one for one in existing if not isinstance(vars(one[0]).get("watch"), NullWatch)]
+    candidates = [one for one in watchable if one[1] is stepped or not one[1].is_beside]
+    if is_replaced and candidates:
+        _forget_passed_over()
+        engine, passed_over = candidates[0]
+        has_handle = vars(engine).get("watch") is not None
+        opened = _open_watch(engine, passed_over.settings)
+        if has_handle:
             engine.watch = opened
         return
+    _process.passed_over = [each for _, each in existing if each is not stepped]
+    for each in _process.passed_over:
+        each.is_beside = True
+    if running is None or not _process.passed_over:
+        _forget_passed_over()
+    if running is not None and any(each is stepped for _, each in watchable):
+        _report_further_engine(running)
 
 
-def _take_passed_over() -> list[tuple[weakref.ref[Any], Settings]]:
-    """Return the engines that were passed over, and forget them."""
-    passed_over, _process.passed_over = _process.passed_over, []
+def _optimizer_of(engine: Any) -> Any:
+    """Return the optimizer of an engine, below DeepSpeed's wrapper. None without an engine."""
+    return getattr(engine, "basic_optimizer", None) or getattr(engine, "optimizer", None)
+
+
+def _forget_passed_over() -> None:
+    """Forget the engines that were passed over."""
+    _process.passed_over = []
     hook, _process.passed_over_hook = _process.passed_over_hook, None
     if hook is not None:
         hook.remove()
-    return passed_over
 
 
 def _report_further_engine(watch: Watch) -> None:
@@ -671,7 +709,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     _process.module, _process.is_new_training = weakref.ref(engine.module), False
     _process.watches_torch, _process.is_opened_in_step = isinstance(engine, TorchEngine), False
     _forget_optimizers()
-    _take_passed_over()
+    _forget_passed_over()
     if _process.watches_torch:
         _process.known_optimizers[engine.optimizer] = math.inf
     _process.opened_at = _process.num_steps
@@ -685,13 +723,31 @@ def _of_this_training(engine: Any, settings: Settings) -> Settings:
     """Return the settings with a number after the run id, if an earlier training had the same id.
 
     A restarted process makes the same trainings in the same order, so each keeps its run folder.
+    The number is larger than that of each earlier training, which another run may have raised: the
+    folder of a lower number may be that of an earlier training, or become so at a restart.
     """
+    from .monitor.run_folder import MAX_LIVE_RUNS
+
     run_id = settings.run_id or launcher_run_id()
     if run_id is None:
         return settings
-    is_same = _process.watch is not None and _process.watch.watches(engine)
-    if _process.is_new_training or not is_same:
-        _process.trainings[run_id] += 1
+    watch, earlier = _process.watch, _process.settings
+    own_id = None if watch is None else watch.run_id
+    if own_id is not None:
+        _process.own_ids.add(own_id)
+    is_same = (
+        watch is not None
+        and watch.watches(engine)
+        and not _process.is_new_training
+        and earlier is not None
+        and earlier.run_id == settings.run_id
+    )
+    if is_same and own_id is not None:
+        return settings.model_copy(update={"run_id": own_id})
+    if not is_same:
+        numbers = range(1, MAX_LIVE_RUNS)
+        used = (one for one in numbers if numbered_run_id(run_id, one) in _process.own_ids)
+        _process.trainings[run_id] = max(_process.trainings[run_id], *used, 0) + 1
     number = _process.trainings[run_id]
     if number < 2:
         return settings
@@ -799,7 +855,7 @@ def _close_after_fork() -> None:
     """
     atexit.unregister(_close_at_exit)
     _process.closes_at_exit, _process.finalizer = False, None
-    _take_passed_over()
+    _forget_passed_over()
     if _process.watch is not None:
         _process.watch.close_after_fork()
     if _process.collectives is not None:

@@ -15,6 +15,7 @@ import resource
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -58,9 +59,10 @@ class RankStore:
     0 restarts last, and this rank's node does not count the restart, the rank may see such texts
     for a moment.
 
-    Reading a missing key would block, so the store first checks whether the key exists. If the
-    store fails, for example because its host is gone, it is not used again. Before the job has a
-    process group, nothing is written or found, but all that was put is written later.
+    Reading a missing key would block, so the store first checks whether the key exists. A store
+    that fails, for example because its host is gone, is not used again. Nothing is written or found
+    until the script makes another process group, nor before it makes the first one. All that was
+    put is written then.
 
     Args:
         process: This process.
@@ -86,7 +88,13 @@ class RankStore:
         self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
         self._store: Store | None = None
         self._may_open = True  # until it was opened or closed
+        self._job_store: weakref.ref[Store] | None = None  # the one that was opened
         self._open(store)
+
+    @property
+    def token(self) -> str | None:
+        """The token of rank 0's process, which its restart changes. None until it is known."""
+        return self._namespace.own_token() if self._process.rank == 0 else self._token
 
     def put(self, key: str, text: str) -> None:
         """Write a text for the other ranks."""
@@ -117,22 +125,29 @@ class RankStore:
         If there is a new token, this rank's texts are written again in the new namespace. As soon
         as the job has a process group, they are written for the first time.
         """
-        if self._may_open or self._backoff.is_due:
+        if self._can_open or self._backoff.is_due:
             self._run(self._resolve_namespace)
             self._backoff.start_delay()
 
     def close(self) -> None:
         """Release the client. From now on nothing is written or found. Safe to call twice."""
-        self._store, self._may_open = None, False
+        self._store, self._may_open, self._job_store = None, False, None
+
+    @property
+    def _can_open(self) -> bool:
+        """Whether no store of the job was opened yet, or the one that failed was replaced."""
+        return self._may_open or (self._store is None and _is_replaced(self._job_store))
 
     def _open(self, store: Store | None = None) -> None:
         """Use a store, by default a new client of the job's store if there is one by now."""
         if store is None and (of_job := job_store()) is not None:
             make_room_for_clients(self._process)
             store = own_client(of_job)
+            self._job_store = weakref.ref(of_job)
         if store is not None:
             self._may_open = False
             self._backoff.reset()
+            self._sent.clear()
             self._store = common_store(store, self._watch_index)
             self._run(self._namespace.announce)
 
@@ -148,7 +163,7 @@ class RankStore:
 
     def _run(self, body: Callable[[Store], None]) -> None:
         """Call a function with the store on a thread, unless an earlier call has not ended."""
-        if self._may_open:
+        if self._can_open:
             self._open()
         store = self._store
         if store is None or (self._call is not None and self._call.is_alive()):
@@ -167,7 +182,8 @@ class RankStore:
             self._call.join(CONNECT_TIMEOUT_SECONDS)
         for error in errors:
             logger.info(
-                "the c10d store failed (%s); this rank no longer exchanges run id and targets",
+                "the c10d store failed (%s); this rank no longer exchanges run id and targets, "
+                "until the script makes another process group",
                 error,
             )
             self._store = None
@@ -247,6 +263,7 @@ class StoreClientFactory:
         self._default = default or job_store
         self._namespace = StoreNamespace(rank, attempt, now)
         self._client: Store | None = None
+        self._job_store: weakref.ref[Store] | None = None  # the one whose clients these are
         self._token: str | None = None
         self._is_waiting = False  # with a client, for the token
 
@@ -255,7 +272,8 @@ class StoreClientFactory:
 
         None if the namespace is not known yet, or if the job has no store, or not yet.
         """
-        client = self._client if self._is_waiting else None
+        is_replaced = _is_replaced(self._job_store)
+        client = self._client if self._is_waiting and not is_replaced else None
         self._is_waiting = False
         if client is None:
             client = self._client = self._new_client()
@@ -279,12 +297,14 @@ class StoreClientFactory:
         self._client, self._is_waiting = None, False
 
     def _new_client(self) -> Store | None:
-        """Clone the last client, or the job's store, if any, if there is no client yet."""
+        """Clone the last client, or the job's store, if any, if there is no client of it yet."""
         client: Store | None = None
-        if self._client is not None:
+        if self._client is not None and not _is_replaced(self._job_store):
             client = new_client(self._client, connect_seconds=CONNECT_TIMEOUT_SECONDS)
         elif (store := self._default()) is not None:
             client = new_client(reconnectable(store))
+            if self._default is job_store:
+                self._job_store = weakref.ref(store)
         return client
 
 
@@ -304,12 +324,12 @@ class StoreNamespace:
     def announce(self, store: Store) -> None:
         """Write the token, as rank 0."""
         if self._rank == 0:
-            store.set("token", self._own_token())
+            store.set("token", self.own_token())
 
     def find(self, store: Store) -> str | None:
         """Return the token, or None if it is not known yet."""
         if self._rank == 0:
-            return self._own_token()
+            return self.own_token()
         if not store.check(["token"]):
             return None
         token = store.get("token").decode()
@@ -317,7 +337,8 @@ class StoreNamespace:
         is_early = self._now() - self._since < OLDER_TRUSTED_SECONDS
         return None if is_older and is_early else token
 
-    def _own_token(self) -> str:
+    def own_token(self) -> str:
+        """Return the token of this process, which it writes as rank 0."""
         return f"{self._attempt}-{_THIS_PROCESS}"
 
 
@@ -327,6 +348,14 @@ def job_store() -> Store | None:
         return _get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # the script destroys the group at this moment
         return None
+
+
+def _is_replaced(known: weakref.ref[Store] | None) -> bool:
+    """Whether the job has another store than the known one, if any: that of a new process group.
+
+    The reference is weak, because a store that this process hosts keeps its port while it lives.
+    """
+    return known is not None and job_store() not in (None, known())
 
 
 def make_room_for_clients(process: ProcessInfo) -> None:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from statistics import median
 
 import numpy as np
@@ -33,6 +34,9 @@ _COMPARED = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
 # In rank sets with these roles all members do the same work, so their step times are comparable.
 # For the whole job ("world"), this is true only if the job is not a pipeline.
 _SAME_WORK_ROLES = ("dp", "world", "tp", "ep", "sp")
+# Beside rank sets with these roles, the ranks of a mesh may do different work, though all of them
+# are data parallel. The whole mesh is then not compared.
+_ROLES_OF_OTHER_WORK = frozenset(("tp", "pp", "ep", "sp"))
 
 
 # Not frozen, because frozen instances take twice as long to create, and one rank decodes a thousand
@@ -139,22 +143,51 @@ def compared_rank_set(rank_sets: Iterable[RankSet]) -> RankSet | None:
     """Return the rank set over which step times are compared. Data parallel is preferred.
 
     A rank set is compared only if its first member chooses it, so all members must choose it. In a
-    square mesh of ranks, the row and the column of a rank have equal roles and sizes. The distance
-    of the first two members is the same in all rows, and the same in all columns.
+    mesh of ranks, the distance of the first two members is the same in all rows, and the same in
+    all columns.
+
+    The ranks of a node are often slow together. If several rank sets have the same role, as in
+    hybrid sharding, the one with the most distant ranks is compared: its ranks are on most nodes.
     """
     shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
-    is_pipeline = any(rank_set.role == "pp" for rank_set in shared)
-    roles = [role for role in _SAME_WORK_ROLES if not (is_pipeline and role == "world")]
-    return min(
-        (rank_set for rank_set in shared if rank_set.role in roles),
-        default=None,
+    known_roles = {rank_set.role for rank_set in shared}
+    found: list[RankSet] = []
+    for role in _SAME_WORK_ROLES:
+        if not found and not (role == "world" and "pp" in known_roles):
+            found = _outermost([rank_set for rank_set in shared if rank_set.role == role])
+    if not found:
+        return None
+    most_distant = max(
+        found,
         key=lambda rank_set: (
-            roles.index(rank_set.role),
-            -rank_set.size,
             rank_set.members[1] - rank_set.members[0],
+            rank_set.size,
             rank_set.key,
         ),
     )
+    world = next((rank_set for rank_set in shared if rank_set.role == "world"), None)
+    # A whole mesh has one median for all of its ranks. But of two replicas one may be slow, which
+    # is half of the ranks: only pairs show which half.
+    is_whole_mesh = (
+        world is not None
+        and len(found) > 1
+        and most_distant.size > 2
+        and world.size == prod(rank_set.size for rank_set in found)
+        and not known_roles & _ROLES_OF_OTHER_WORK
+    )
+    return world if is_whole_mesh else most_distant
+
+
+def _outermost(rank_sets: Sequence[RankSet]) -> list[RankSet]:
+    """Return the rank sets that no larger one of them contains."""
+    if len(rank_sets) < 2:  # the usual case, at each poll
+        return list(rank_sets)
+    members = [set(rank_set.members) for rank_set in rank_sets]
+    return [
+        rank_set
+        for rank_set, own in zip(rank_sets, members, strict=True)
+        if not any(own < other for other in members)
+    ]
 
 
 class StragglerDetector:

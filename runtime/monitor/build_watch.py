@@ -131,7 +131,9 @@ def build_watch(
         memory = MemoryMonitor(context, engine, probes)
         undo.callback(memory.close)
         comparison = ComparisonMonitor(context)
-        otel = OtelExporter(context, partial(hardware_ids, device_index=device))
+        otel = OtelExporter(
+            context, partial(hardware_ids, device_index=device), lambda: store.token
+        )
         undo.callback(otel.close)
         advisor = Advisor(context, otel.send)
         subscriptions = Subscriptions(fail_open)

@@ -201,7 +201,8 @@ def span_id_of(run_id: str, step: int, rank: int, *, attempt: str) -> int:
         run_id: The id of the run.
         step: The number of the step.
         rank: The global rank that the span belongs to.
-        attempt: Distinguishes steps of a run that have the same number, such as after a restart.
+        attempt: Distinguishes steps of a run that have the same number, such as after a restart,
+            which the launcher need not have counted.
     """
     return _hash(f"{run_id}/{step}/{rank}/{attempt}", 8)
 

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from fakes.locked_file import locked_by_another_process
 from scripts.launching import SCRIPTS, plain
 
 import zerowatch
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.catalog.overhead import HOOK_FAILURES
+from zerowatch.metrics.file_lock import LOCK_FILE
 from zerowatch.metrics.settings import Settings, load_settings
 from zerowatch.runtime import entry_points
 from zerowatch.runtime.common.fail_open import FailOpen
@@ -423,6 +425,41 @@ def test_an_engine_of_the_watched_model_replaces_the_one_before(real_process: No
     assert second is not None and second.watches(engine)
 
 
+def test_a_training_gets_a_folder_of_its_own_though_another_run_has_taken_its_id(
+    real_process: None, tmp_path: Path
+) -> None:
+    options = {"run_id": "night", "run_log": {"folder": tmp_path}, "serve": {"enabled": False}}
+    runs = []
+    with (
+        locked_by_another_process(tmp_path / "night" / LOCK_FILE),
+        locked_by_another_process(tmp_path / "night-2" / LOCK_FILE),
+    ):
+        runs.append(zerowatch.watch(*made(), options).run_id)
+    for _ in range(2):
+        engine = made()
+        watch = zerowatch.watch(*engine, options)
+        runs.append(watch.run_id)
+    watch.close()
+    of_other_id = zerowatch.watch(*engine, {**options, "run_id": "day"})
+
+    # Not night-2, though it is free by now: a restart gives the first training its first folder.
+    assert runs == ["night-3", "night-4", "night-5"]
+    assert of_other_id.run_id == "day"
+
+
+def test_a_training_that_is_watched_again_keeps_its_folder_though_its_id_is_free_by_then(
+    real_process: None, tmp_path: Path
+) -> None:
+    options = {"run_id": "night", "run_log": {"folder": tmp_path}, "serve": {"enabled": False}}
+    engine = made()
+    with locked_by_another_process(tmp_path / "night" / LOCK_FILE):
+        first = zerowatch.watch(*engine, options)
+    first.close()
+    again = zerowatch.watch(*engine, options)
+
+    assert (first.run_id, again.run_id) == ("night-2", "night-2")
+
+
 def test_an_engine_of_another_model_leaves_the_watch_of_one_that_exists(
     real_process: None,
 ) -> None:
@@ -493,6 +530,71 @@ def test_an_engine_beside_the_watched_one_is_logged_once_and_its_later_steps_cos
     assert entry_points._process.passed_over_hook is None
 
 
+def test_an_engine_that_trains_after_the_watched_one_has_ended_is_watched_and_nothing_is_logged(
+    real_process: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    deepspeed, trained = fake_deepspeed(), [made(), made()]
+    engines = [deepspeed.initialize(*each, {"zerowatch": QUIET})[0] for each in trained]
+    first = entry_points.current_watch()
+    assert first is not None
+
+    for _ in range(3):
+        train_step(*trained[0])
+    is_first_watched = first.watches(engines[0])
+    del engines[0], trained[0]
+    train_step(*trained[0])
+
+    watch = entry_points.current_watch()
+    assert is_first_watched
+    assert watch is not None and watch is not first and watch.watches(engines[0])
+    assert not any("another engine" in line for line in caplog.messages)
+    assert entry_points._process.passed_over_hook is None
+
+
+@pytest.mark.parametrize("is_next_made_first", [False, True])
+def test_an_engine_that_never_trains_does_not_take_the_place_of_the_one_that_does(
+    real_process: None, is_next_made_first: bool
+) -> None:
+    deepspeed, trained, teacher = fake_deepspeed(), made(), made()
+    engine = deepspeed.initialize(*trained, {"zerowatch": QUIET})[0]
+    kept = deepspeed.initialize(*teacher, {"zerowatch": QUIET})[0]
+    train_step(*trained)
+    if not is_next_made_first:
+        del engine, trained
+    trained = made()
+    engine = deepspeed.initialize(*trained, {"zerowatch": QUIET})[0]
+    train_step(*trained)
+
+    watch = entry_points.current_watch()
+    assert watch is not None and watch.watches(engine) and not watch.watches(kept)
+
+
+def test_an_engine_to_which_nothing_refers_any_more_is_not_watched(real_process: None) -> None:
+    deepspeed, trained = fake_deepspeed(), [made() for _ in range(3)]
+    engines = [deepspeed.initialize(*each, {"zerowatch": QUIET})[0] for each in trained]
+    engines[1].cycle = engines[1]
+    del engines[:2], trained[:2]
+
+    train_step(*trained[0])
+
+    watch = entry_points.current_watch()
+    assert watch is not None and watch.watches(engines[0])
+
+
+def test_a_training_that_is_watched_again_with_the_id_of_another_one_gets_a_folder_of_its_own(
+    real_process: None, tmp_path: Path
+) -> None:
+    options = {"run_log": {"folder": tmp_path}, "serve": {"enabled": False}}
+    trainings = [made(), made()]
+    runs = []
+    for number, run_id in ((0, "day"), (1, "night"), (1, "day"), (1, "day")):
+        watch = zerowatch.watch(*trainings[number], {**options, "run_id": run_id})
+        runs.append(watch.run_id)
+        watch.close()
+
+    assert runs == ["day", "night", "day-2", "day-2"]
+
+
 def test_of_several_engines_that_replace_the_watched_one_the_first_is_watched(
     real_process: None,
 ) -> None:
@@ -505,6 +607,20 @@ def test_of_several_engines_that_replace_the_watched_one_the_first_is_watched(
         watch = entry_points.current_watch()
 
         assert watch is not None and watch.watches(first) and not watch.watches(second)
+
+
+def test_an_engine_that_was_released_untrained_is_not_watched_in_place_of_the_one_that_trains(
+    real_process: None,
+) -> None:
+    deepspeed = fake_deepspeed()
+    for _ in range(3):
+        trained = made()
+        engine = deepspeed.initialize(*trained, {"zerowatch": QUIET})[0]
+        engine.itself = engine  # only the garbage collector frees it, as DeepSpeed's
+    train_step(*trained)
+
+    watch = entry_points.current_watch()
+    assert watch is not None and watch.watches(engine)
 
 
 def test_an_engine_that_was_passed_over_is_forgotten_at_the_end_and_by_another_watch(

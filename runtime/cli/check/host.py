@@ -20,6 +20,7 @@ from ....metrics.exporters.listener import candidate_ports
 from ... import separate_process
 from ...common.format_numbers import format_bytes
 from ...common.hidden_secrets import without_secret_parts
+from ...common.rank_store import CLIENTS_PER_RANK
 from .verdicts import Finding, Job, failed, ok, skipped, warning
 
 # Where torchrun and deepspeed rendezvous by default.
@@ -30,7 +31,7 @@ _LEAST_FREE_BYTES = 64 * 2**20
 _LEAST_SHARED_BYTES = 2**30
 _LEAST_DESCRIPTORS = 4096
 _OWN_DESCRIPTORS = 1024
-_CONNECTIONS_PER_RANK = 3
+_CONNECTIONS_PER_RANK = 1 + CLIENTS_PER_RANK  # one is torch's own
 _SLOW_WRITE_SECONDS = 2.0
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p")
@@ -244,6 +245,19 @@ def _file_system(path: Path) -> str:
     )
 
 
+def _limit_advice(least: int, hard: int) -> str:
+    """Return how to raise the limit of open files, above the hard limit only if it is too low."""
+    if hard == resource.RLIM_INFINITY:
+        return f"ulimit -n {max(least, 65536)}"
+    if hard >= least:
+        return f"ulimit -n {max(least, min(hard, 65536))}"
+    return (
+        f"raise the hard limit to {least} first, as root: nofile in /etc/security/limits.conf, "
+        f"LimitNOFILE={least} of a systemd service such as slurmd, or --ulimit "
+        f"nofile={least}:{least} of a container"
+    )
+
+
 def check_limits(job: Job) -> Iterator[Finding]:
     """Look at shared memory and at the limit of open files."""
     faults = 0
@@ -261,8 +275,8 @@ def check_limits(job: Job) -> Iterator[Finding]:
                 free_bytes=float(usage.free),
             )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The process that holds the store of the job, rank 0 or its launcher, has a connection to each
-    # rank for torch and two for monitoring.
+    # The process that holds the store of the job, rank 0 or its launcher, has connections to each
+    # rank. Only rank 0 makes room for those of zerowatch by itself.
     ranks = "ranks" if job.world_size is None else f"{job.world_size} ranks"
     least = max(
         _LEAST_DESCRIPTORS, _OWN_DESCRIPTORS + _CONNECTIONS_PER_RANK * (job.world_size or 1)
@@ -272,7 +286,7 @@ def check_limits(job: Job) -> Iterator[Finding]:
         yield warning(
             f"limit of open files: {soft} (hard limit {hard}); workers and the connections of the "
             f"{ranks} to the job's store may need {least}",
-            f"ulimit -n {max(least, min(hard, 65536)) if hard > 0 else max(least, 65536)}",
+            _limit_advice(least, hard),
         )
     if not faults:
         yield ok(f"shared memory and the limit of open files ({soft}) suffice")

@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -145,6 +146,84 @@ class FailingStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.texts for key in keys)
+
+
+class StoreOfGroup(FailingStore):
+    """The store of a process group, with clients until its host is gone."""
+
+    def clone(self) -> Store:
+        if self.has_failed:
+            raise RuntimeError("Connection refused")
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        if self.has_failed:
+            raise RuntimeError("Broken pipe")
+        return super().check(keys)
+
+
+@pytest.mark.parametrize("is_destroyed_first", [False, True])
+def test_the_store_of_a_later_process_group_is_used_once_the_earlier_one_has_failed(
+    monkeypatch, clock, is_destroyed_first: bool
+) -> None:
+    first, second = StoreOfGroup(), StoreOfGroup()
+    set_job_store(first, monkeypatch)
+    ranks = [RankStore(process(rank), WATCH_INDEX, now=clock) for rank in (0, 1)]
+    ranks[0].put("run_id", "night-7")
+    ranks[1].put("address/1", "node-1:9464")
+    clients = StoreClientFactory(0, 0, WATCH_INDEX, now=clock)
+    client = clients.connect()
+    first.has_failed = True
+    if is_destroyed_first:
+        set_job_store(None, monkeypatch)
+    for each in ranks:
+        each.put("key", "text")
+    with pytest.raises(RuntimeError, match="refused"):
+        clients.connect()
+
+    set_job_store(second, monkeypatch)
+    found = [ranks[1].get("run_id")]  # rank 0 has not written it yet
+    for each in ranks:
+        each.poll()
+        clock.seconds += 60
+    found += [ranks[1].get("run_id"), ranks[0].get("address/1")]
+    client = clients.connect()
+    ranks[0].close()
+    ranks[0].poll()
+
+    assert found == [None, "night-7", "node-1:9464"]
+    assert client is not None and not client.check(["beat"])
+    assert ranks[0].get("address/1") is None
+
+
+def test_a_store_that_failed_is_left_alone_while_the_job_has_no_other(monkeypatch, clock) -> None:
+    job = StoreOfGroup()
+    set_job_store(job, monkeypatch)
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+    job.has_failed = True
+    ranks_store.put("run_id", "night-7")
+    job.has_failed = False
+    clock.seconds += 60
+    ranks_store.poll()
+
+    assert ranks_store.get("run_id") is None
+
+
+def test_the_store_of_a_destroyed_process_group_is_not_kept_alive(
+    server: TCPStore, monkeypatch, clock
+) -> None:
+    held: list[Store] = [server.clone()]
+    is_alive = weakref.ref(held[0])
+    monkeypatch.setattr(rank_store.dist, "is_initialized", lambda: bool(held))
+    monkeypatch.setattr(rank_store, "_get_default_store", lambda: held[0])
+    ranks_store = RankStore(process(0), WATCH_INDEX, now=clock)
+    clients = StoreClientFactory(0, 0, WATCH_INDEX, now=clock)
+    client = clients.connect()
+
+    held.clear()
+
+    assert ranks_store is not None and client is not None
+    assert is_alive() is None  # a store that this process hosts would keep its port
 
 
 def test_without_a_store_nothing_is_written_or_found():

@@ -10,6 +10,7 @@ import pytest
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog.labels import COMPARED_PHASES, PHASES
+from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.cross_rank.exchange.rank_messages import StepTimes
 from zerowatch.runtime.cross_rank.stragglers import (
     MAX_STEPS,
@@ -357,7 +358,7 @@ def test_the_step_times_of_pipeline_stages_are_not_compared(
 
 
 def test_of_groups_with_the_same_role_the_larger_one_is_compared() -> None:
-    sizes = [(0,), (0, 1), (0, 1, 2, 3), (0, 2, 4)]
+    sizes = [(0,), (0, 1), (0, 1, 2, 3), (0, 2)]
     rank_sets = [FakeGroup(members).rank_set for members in sizes]
 
     found = compared_rank_set(rank_sets)
@@ -366,30 +367,75 @@ def test_of_groups_with_the_same_role_the_larger_one_is_compared() -> None:
     assert compared_rank_set(rank_sets[:1]) is None
 
 
-def test_of_groups_of_the_same_size_the_one_with_adjacent_ranks_is_compared() -> None:
-    rank_sets = [FakeGroup(members).rank_set for members in ((0, 3), (0, 1), (0, 2))]
+def test_of_several_groups_the_one_with_the_most_distant_ranks_is_compared() -> None:
+    groups = [(0, 3), (0, 1, 2), (0, 2)]  # the ranks of a node are often slow together
+    rank_sets = [FakeGroup(members).rank_set for members in groups]
 
-    assert compared_rank_set(rank_sets) is rank_sets[1]
+    assert compared_rank_set(rank_sets) is rank_sets[0]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "shards"), [(2, 2), (4, 4), (8, 8), (16, 16), (2, 8), (16, 8)], ids=str
-)
-def test_each_rank_of_a_mesh_is_compared(replicas: int, shards: int) -> None:
+MESHES = [(2, 2), (4, 4), (8, 8), (16, 16), (2, 8), (4, 8), (16, 8)]
+
+
+def rank_sets_of_mesh(
+    replicas: int, shards: int, *, has_world: bool, world_size: int | None = None
+) -> dict[int, list[RankSet]]:
+    """Return, by rank, the rank sets of a mesh whose rows are nodes. Ranks share the objects."""
     num_ranks = replicas * shards
-    rows = [tuple(range(first, first + shards)) for first in range(0, num_ranks, shards)]
-    columns = [tuple(range(first, num_ranks, shards)) for first in range(shards)]
+    groups = [FakeGroup(tuple(range(at, num_ranks, shards))) for at in range(shards)]
+    groups += [FakeGroup(tuple(range(at, at + shards))) for at in range(0, num_ranks, shards)]
+    world = FakeGroup(tuple(range(world_size or num_ranks)), role="world")
+    groups += [world] if has_world else []
+    rank_sets = [group.rank_set for group in groups]
+    return {rank: [one for one in rank_sets if rank in one.members] for rank in range(num_ranks)}
 
-    compared = {
-        rank: compared_rank_set(
-            FakeGroup(members).rank_set for members in (*columns, *rows) if rank in members
-        )
-        for rank in range(num_ranks)
-    }
+
+@pytest.mark.parametrize("has_world", [False, True])
+@pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
+def test_each_rank_of_a_mesh_is_compared(replicas: int, shards: int, has_world: bool) -> None:
+    known = rank_sets_of_mesh(replicas, shards, has_world=has_world)
+
+    chosen = {rank: compared_rank_set(rank_sets) for rank, rank_sets in known.items()}
 
     # The first rank of a rank set compares its members.
-    chosen = {rank: rank_set.members for rank, rank_set in compared.items() if rank_set}
-    assert [chosen[chosen[rank][0]] for rank in range(num_ranks)] == list(chosen.values())
+    for rank, rank_set in chosen.items():
+        assert rank_set is not None and chosen[rank_set.members[0]] is rank_set, rank
+
+
+@pytest.mark.parametrize("has_world", [False, True])
+@pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
+@pytest.mark.parametrize("is_whole_node", [False, True])
+def test_a_slow_rank_or_node_of_a_mesh_is_found(
+    replicas: int, shards: int, has_world: bool, is_whole_node: bool
+) -> None:
+    known = rank_sets_of_mesh(replicas, shards, has_world=has_world)
+    ranks = range(replicas * shards)
+    slow = set(ranks[-shards:] if is_whole_node else ranks[-1:])
+    step_times = {rank: times_of(forward=0.05 if rank in slow else 0.0) for rank in ranks}
+
+    found: set[int] = set()
+    for rank_set in {compared_rank_set(rank_sets) for rank_sets in known.values()}:
+        assert rank_set is not None
+        detector = StragglerDetector()
+        for _ in range(2):
+            stragglers = update(detector, {rank: step_times[rank] for rank in rank_set.members})
+        found |= {straggler.rank for straggler in stragglers}
+
+    assert found == slow
+
+
+def test_a_mesh_of_all_ranks_is_compared_as_a_whole_if_they_do_the_same_work() -> None:
+    (mesh, *_), (larger, *_) = (
+        rank_sets_of_mesh(4, 8, has_world=True, world_size=size).values() for size in (32, 64)
+    )
+    column = mesh[0]
+    others = {role: FakeGroup((0, 1), role=role).rank_set for role in ("tp", "pp", "ep", "sp")}
+
+    assert (found := compared_rank_set(mesh)) and found.role == "world"
+    assert (found := compared_rank_set(larger)) and found.members == column.members
+    for role, other in others.items():
+        assert compared_rank_set([*mesh, other]) is column, role
+    assert compared_rank_set([*mesh, FakeGroup((0, 1), role="other").rank_set]) is mesh[-1]
 
 
 def test_a_score_is_the_share_of_a_step_by_which_a_rank_is_slower() -> None:

@@ -190,7 +190,7 @@ def test_shared_memory_and_open_files_have_a_least(
 
 
 @pytest.mark.parametrize(
-    ("hard", "advised"), [(5000, 5000), (100_000, 65_536), (1000, 4096), (-1, 65_536)]
+    ("hard", "advised"), [(4096, 4096), (5000, 5000), (100_000, 65_536), (-1, 65_536)]
 )
 def test_the_advised_limit_of_open_files_is_within_the_hard_one(
     monkeypatch: pytest.MonkeyPatch, hard: int, advised: int
@@ -201,15 +201,30 @@ def test_the_advised_limit_of_open_files_is_within_the_hard_one(
     assert [each.advice for each in check_limits(Job())] == [f"ulimit -n {advised}"]
 
 
+@pytest.mark.parametrize(("soft", "hard"), [(256, 256), (1024, 4095), (4095, 4095)])
+def test_a_hard_limit_of_open_files_that_is_too_low_is_to_be_raised_first(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2**30))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+
+    [finding] = check_limits(Job())
+
+    # `ulimit -n 4096` would be refused.
+    assert not finding.advice.startswith("ulimit")
+    for named in ("hard limit", "4096", "limits.conf", "LimitNOFILE", "--ulimit nofile"):
+        assert named in finding.advice
+
+
 @pytest.mark.parametrize(
     ("ranks", "soft", "advice"),
-    [(1024, 4096, ""), (2048, 7167, "ulimit -n 7168"), (2048, 7168, "")],
+    [(600, 4096, ""), (1024, 6143, "ulimit -n 6144"), (1024, 6144, "")],
 )
-def test_each_rank_needs_three_connections_of_the_store(
+def test_each_rank_needs_a_connection_of_the_store_for_torch_and_four_for_zerowatch(
     monkeypatch: pytest.MonkeyPatch, ranks: int, soft: int, advice: str
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2**30))
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 5000))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 6144))
 
     [finding] = check_limits(Job(world_size=ranks))
 
