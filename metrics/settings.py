@@ -282,7 +282,8 @@ class OtelSettings(Section):
     15."""
     timeout_seconds: Seconds | None = Field(default=None, gt=0)
     """Timeout of an export; by default OTEL_EXPORTER_OTLP_TIMEOUT, else 5. Training never waits for
-    an export, the end of a run at most 1 s."""
+    an export. The end of a run waits at most 1 s, and the end of the process at most 10 s, if the
+    collector has answered."""
 
 
 class CheckpointSettings(Section):

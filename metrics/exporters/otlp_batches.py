@@ -7,7 +7,7 @@ down. Its answer does not show which of them applies, so the order must suit all
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from .telemetry_data import Family
 
@@ -21,7 +21,8 @@ class BatchOrder:
       of requests would otherwise always refuse the same ones.
     - After one of them is refused again, which may be for its content, all others are sent before
       the rest of them. If it was the first request of all, it is the last of them from then on.
-    - The last interval of a run begins with the others, because it may end at any moment.
+    - The last interval of a run begins with the families with the end of the run, in a batch of
+      their own, and goes on with the others, because it may end at any moment.
     - If nothing was accepted, the next interval begins with other batches that were not tried.
 
     Attributes:
@@ -50,10 +51,19 @@ class BatchOrder:
         """Whether a batch is left that was accepted in the last interval, or is new."""
         return bool(self._others)
 
-    def begin(self, found: list[Family], *, final: bool) -> None:
-        """Begin an interval. `final` marks the last one of the run."""
+    def begin(self, found: list[Family], *, final: bool, end: Collection[str] = ()) -> None:
+        """Begin an interval.
+
+        Args:
+            found: The families to send.
+            final: Whether this is the last interval of the run.
+            end: The names of the families that the last interval sends first.
+        """
         self._retries_first = self.is_accepted and not final
         self.outcomes = []
+        first_batch = [family for family in found if final and family.name in end]
+        if first_batch:
+            found = [family for family in found if family.name not in end]
         held = {name for names in self._held for name in names}
         rest = [family for family in found if family.name not in held]
         names = [family.name for family in rest]
@@ -61,6 +71,8 @@ class BatchOrder:
         retries = [[each for each in found if each.name in held_names] for held_names in self._held]
         self._retries = deque(batch for batch in retries if batch)
         self._others = deque([*_batches(rest[first:]), *_batches(rest[:first])])
+        if first_batch:
+            self._others.appendleft(first_batch)
         self._refused_retries, self._refused_others, self._refused_first = [], [], []
 
     def take(self) -> list[Family] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..backoff import Backoff
 from ..catalog.overhead import EXPORTER_FAILURES
+from ..catalog.training import RUN_ACTIVE, RUN_END_INFO
 from ..recorder import Exemplar, Recorder
 from ..settings import Detail
 from .detail import served
@@ -40,6 +42,8 @@ LINES_AT_ONCE = 64
 # Time after which a flush goes on with the next kind of data, because traces may be queued faster
 # than they can be sent.
 MAX_SECONDS_OF_KIND = 2.0
+# Timeouts after which the last flush begins no further request, if the process goes on.
+TIMEOUTS_AT_END = 3
 
 
 class CircuitBreaker:
@@ -82,6 +86,10 @@ class OtlpQueue:
 
     Attributes:
         dropped: Number of traces and log lines lost.
+        end_was_sent: Set once the last flush has sent the metrics with the end of the run, or has
+            found that they cannot be sent.
+        is_answered: Whether the collector has accepted metrics of the last interval, or of the
+            one that is being sent.
     """
 
     def __init__(
@@ -123,7 +131,10 @@ class OtlpQueue:
         }
         self._logged: set[tuple[Signal, bool]] = set()
         self._logged_rejections: set[Signal] = set()
-        self._open = True
+        self.end_was_sent = threading.Event()
+        self.is_answered = False
+        self._open = self._is_loud = True
+        self._ends_at = math.inf
         self._is_ending: Callable[[], bool] = lambda: False
 
     def add_trace(self, trace: StepTrace) -> None:
@@ -153,8 +164,9 @@ class OtlpQueue:
         if not self._is_named():
             return False
         self._is_ending = is_ending
-        if final:  # the process waits for 1 s only, and the metrics contain the end of the run
+        if final:  # the process does not wait for long, and the metrics have the end of the run
             self._send_metrics(final=True)
+            self.end_was_sent.set()
         max_seconds = math.inf if final else MAX_SECONDS_OF_KIND
         has_lines = self._send_lines(max_seconds)
         has_traces = self._send_traces(max_seconds)
@@ -162,13 +174,22 @@ class OtlpQueue:
             self._send_metrics(final=False)
         return has_lines or has_traces
 
+    def finish_quietly(self) -> None:
+        """Begin no request after three timeouts, and log nothing: the run has ended."""
+        self._is_loud = False
+        self._ends_at = self._now() + TIMEOUTS_AT_END * max(self._options.timeouts.values())
+
     def give_up(self) -> None:
-        """Drop the queued data without further log lines, because the run has ended."""
-        self._open = False
-        self.dropped += len(self._traces) + len(self._lines)
+        """Drop the queued data without further log lines. Safe to call twice."""
+        if self._open:
+            self._open = self._is_loud = False
+            self.dropped += len(self._traces) + len(self._lines)
+
+    def _is_open(self) -> bool:
+        return self._open and self._now() < self._ends_at
 
     def _may_send(self, signal: Signal) -> bool:
-        return self._open and not self._is_ending() and self._circuits[signal].is_closed
+        return self._is_open() and not self._is_ending() and self._circuits[signal].is_closed
 
     def _is_named(self) -> bool:
         if not self._identity:
@@ -201,7 +222,9 @@ class OtlpQueue:
 
     def _send_metrics(self, *, final: bool) -> None:
         now = self._now()
-        if "metrics" not in self._options.endpoints or not self._may_send("metrics"):
+        # The end of the run is tried in a pause, too: the collector may just have come back.
+        may_send = self._is_open() if final else self._may_send("metrics")
+        if "metrics" not in self._options.endpoints or not may_send:
             return
         if now < self._metrics_due and not final:
             return
@@ -213,12 +236,19 @@ class OtlpQueue:
             *hardware_families(snapshot, self._hardware_ids, self._identity),
         ]
         num_allowed = FAILURES_ALLOWED if self._batches.is_accepted else 1
-        self._batches.begin(found, final=final)
-        self._send_batches(now_ns, num_allowed)
+        self._batches.begin(found, final=final, end=self._end_names(found))
+        self._send_batches(now_ns, num_allowed, final=final)
         self._batches.end()
         self._assess()
 
-    def _send_batches(self, now_ns: int, num_allowed: int) -> None:
+    def _end_names(self, found: list[Family]) -> set[str]:
+        """Return the names of what the alerts on the end of a run read, if the run has ended."""
+        if all(family.name != RUN_END_INFO.name for family in found):
+            return set()
+        start = {family.name for family in process_families(self._identity)}
+        return {RUN_ACTIVE.name, RUN_END_INFO.name, *start}
+
+    def _send_batches(self, now_ns: int, num_allowed: int, *, final: bool) -> None:
         """Send batches until `num_allowed` in a row are refused.
 
         Once a batch was accepted in this interval, refusals no longer hold back the batches that
@@ -227,9 +257,12 @@ class OtlpQueue:
         """
         num_refused, accepted_at = 0, self._now()
         max_seconds = FAILURES_ALLOWED * self._options.timeouts["metrics"]
-        while self._open and (batch := self._batches.take()) is not None:
+        while self._is_open() and (batch := self._batches.take()) is not None:
             was_accepted = self._send_batch(batch, now_ns)
             self._batches.note(batch, was_accepted=was_accepted)
+            self.is_answered |= was_accepted
+            if final:
+                self.end_was_sent.set()
             if self._is_ending():
                 return
             if was_accepted:
@@ -254,6 +287,7 @@ class OtlpQueue:
     def _assess(self) -> None:
         """Account for the metrics of one interval, of which some batches may be refused."""
         circuit, outcomes = self._circuits["metrics"], self._batches.outcomes
+        self.is_answered = any(outcomes)
         if self._batches.is_accepted:
             circuit.succeeded()
         else:
@@ -295,7 +329,7 @@ class OtlpQueue:
             return True
         self.dropped += min(num_items, rejection.num_items)
         self._recorder.add(EXPORTER_FAILURES, 1, "otlp")
-        if self._open and signal not in self._logged_rejections:
+        if self._is_loud and signal not in self._logged_rejections:
             self._logged_rejections.add(signal)
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
@@ -312,7 +346,7 @@ class OtlpQueue:
         return False
 
     def _log_refusal(self, signal: Signal, *, is_part: bool = False) -> None:
-        if not self._open or (signal, is_part) in self._logged:
+        if not self._is_loud or (signal, is_part) in self._logged:
             return
         self._logged.add((signal, is_part))
         place = self._otlp.redirects.get(signal)

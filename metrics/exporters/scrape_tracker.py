@@ -70,7 +70,8 @@ class ScrapeTracker:
         self._now = now
         self._clients: dict[str, _Client] = {}
         self._changed = threading.Condition()
-        # The first call of `wait_until_end_was_read` on all ranks, and the clients of that moment.
+        self._is_closed = False
+        # The first call of `wait_until_end_was_read`, and the clients of that moment.
         self._ended_at: float | None = None
         self._clients_at_end: list[_Client] = []
         self._deadline = math.inf
@@ -95,25 +96,41 @@ class ScrapeTracker:
                 del self._clients[next(iter(self._clients))]
             self._changed.notify_all()
 
-    def wait_until_end_was_read(self, max_seconds: float, *, on_all_ranks: bool = False) -> None:
+    def close(self) -> None:
+        """End all waits, now and later, because no scrape can come any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def wait_until_end_was_read(
+        self, max_seconds: float, *, on_all_ranks: bool = False, returns_after: float = math.inf
+    ) -> float:
         """Block until all clients that are expected to scrape again have read run_active 0.
+
+        They are expected within their intervals since the first call.
 
         Args:
             max_seconds: The longest wait.
             on_all_ranks: Whether to wait until the clients have had time to read the other ranks,
                 too. A client scrapes each rank at another moment of the same interval.
+            returns_after: Seconds after which the call returns in any case. The caller may log that
+                the wait is long, and call again.
+
+        Returns:
+            The most seconds that are left to wait; 0 if the wait is over.
         """
         with self._changed:
-            if not on_all_ranks:
-                patience = self.patience_seconds(max_seconds)
-                self._changed.wait_for(lambda: not self._awaited(), patience)
-                return
+            began = time.monotonic()
             if self._ended_at is None:  # includes clients that have read the end of this rank
                 self._clients_at_end = self._regular()
-                self._ended_at = time.monotonic()
-            latest = time.monotonic() + max_seconds
-            while (left := self._seconds_to_deadline(self._ended_at, latest)) > 0:
-                self._changed.wait(left)
+                self._ended_at = began
+            latest = began + max_seconds
+            while (left := self._seconds_left(self._ended_at, latest, on_all_ranks)) > 0:
+                until_return = began + returns_after - time.monotonic()
+                if until_return <= 0:
+                    return left
+                self._changed.wait(min(left, until_return))
+            return 0.0
 
     def wait_until_read(self, max_seconds: float) -> None:
         """Block until all clients that scrape regularly have scraped since the first call.
@@ -130,17 +147,20 @@ class ScrapeTracker:
                 return [client for client in self._regular() if client.times[-1] <= asked_at]
 
             patience = _patience(awaited(), max_seconds) - (self._now() - asked_at)
-            self._changed.wait_for(lambda: not awaited(), max(0.0, patience))
+            self._changed.wait_for(lambda: self._is_closed or not awaited(), max(0.0, patience))
 
     def patience_seconds(self, max_seconds: float) -> float:
         """Return the seconds to wait for the expected scrapes, or 0 if no scrape is expected."""
-        return _patience(self._awaited(), max_seconds)
+        with self._changed:  # another thread may record a scrape
+            return _patience(self._awaited(), max_seconds)
 
-    def _seconds_to_deadline(self, ended_at: float, latest: float) -> float:
-        """Return how long the clients may still need for the scrapes of all ranks.
-
-        The next scrape may show an interval that is shorter than the assumed one.
-        """
+    def _seconds_left(self, ended_at: float, latest: float, on_all_ranks: bool) -> float:
+        """Return how long the clients may still need for their scrapes of this rank, or of all."""
+        if self._is_closed:
+            return 0.0
+        if not on_all_ranks:
+            return min(latest, ended_at + self.patience_seconds(math.inf)) - time.monotonic()
+        # The next scrape may show an interval that is shorter than the assumed one.
         patience = _patience(self._clients_at_end, math.inf)
         self._deadline = min(self._deadline, latest, ended_at + patience)
         return self._deadline - time.monotonic()

@@ -6,11 +6,13 @@ import contextlib
 import ipaddress
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import parse_qs
@@ -48,6 +50,8 @@ STALE_SECONDS = 30.0
 # Longest wait for the last scrape after Ctrl-C, or after a fault of a GPU. torchrun kills the ranks
 # 30 s after Ctrl-C.
 INTERRUPTED_SECONDS = 25.0
+# Time after which a process that waits for the last scrape logs this. Shorter waits are usual.
+QUIET_SECONDS = 3.0
 
 
 # The servers of ended runs of this process, which wait for their final scrape. A later run takes
@@ -171,7 +175,7 @@ class MetricsServer:
         self._warn_if_public(listener)
         return advertised_address(listener, self._settings.advertise_host)
 
-    def wait_for_final_scrape(self, *, interrupted: bool = False) -> None:
+    def wait_for_final_scrape(self, *, interrupted: bool = False, announces: bool = True) -> None:
         """Wait until the regular scrapers have read that run_active is 0.
 
         The caller has set run_active to 0. If the server closed before Prometheus had read this
@@ -180,6 +184,7 @@ class MetricsServer:
         Args:
             interrupted: Whether Ctrl-C has ended the run. The wait is then shorter, because a user
                 waits for the process.
+            announces: Whether rank 0 logs a long wait: the end of the process waits for it, too.
         """
         is_served = self._listener is not None or self in _lingering
         if is_served and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
@@ -187,11 +192,15 @@ class MetricsServer:
             # Rank 0 serves the addresses of all ranks. If rank 0 ended first, Prometheus would stop
             # scraping the other ranks.
             on_all_ranks = self._targets is not None and len(self._targets()) > 1
+            wait = partial(self._scrapes.wait_until_end_was_read, on_all_ranks=on_all_ranks)
             seconds = self._settings.linger_seconds
+            quiet_seconds = QUIET_SECONDS if announces else math.inf
             if interrupted:
-                seconds = min(seconds, INTERRUPTED_SECONDS)
-                self._announce_wait(self._scrapes.patience_seconds(seconds))
-            self._scrapes.wait_until_end_was_read(seconds, on_all_ranks=on_all_ranks)
+                seconds, quiet_seconds = min(seconds, INTERRUPTED_SECONDS), 0.0
+            left = wait(seconds, returns_after=quiet_seconds)
+            if left > 0:
+                self._announce_wait(left)
+                wait(left)
 
     def wait_for_next_scrape(self) -> None:
         """Wait until the regular scrapers have read the metrics of now, for 25 s at most.
@@ -214,7 +223,7 @@ class MetricsServer:
         """
 
         def linger() -> None:
-            self.wait_for_final_scrape()
+            self.wait_for_final_scrape(announces=False)  # the script goes on
             before_close()
             self.close()
 
@@ -229,8 +238,13 @@ class MetricsServer:
             self.close()
 
     def close(self) -> None:
-        """Stop serving at once. Safe to call twice, and in a forked child."""
+        """Stop serving at once, and end the waits for scrapes.
+
+        Safe to call twice, and in a forked child.
+        """
         self._stop_listening()
+        if os.getpid() == self._process_id:  # else a thread of the parent may have had the lock
+            self._scrapes.close()
         with contextlib.suppress(ValueError):
             _lingering.remove(self)
 
@@ -267,12 +281,12 @@ class MetricsServer:
         return []
 
     def _announce_wait(self, seconds: float) -> None:
-        if seconds and self._rank == 0:
+        if self._rank == 0:
             # A second Ctrl-C of torchrun ends the ranks by SIGTERM, before they can tidy up.
             has_agent = "TORCHELASTIC_RUN_ID" in os.environ
             logger.warning(
-                "waiting at most %.0f s until Prometheus has read that the run is over%s",
-                seconds,
+                "waiting at most %d s until Prometheus has read that the run is over%s",
+                math.ceil(seconds),
                 "" if has_agent else "; Ctrl-C ends that at once",
             )
 

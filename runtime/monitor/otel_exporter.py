@@ -49,8 +49,12 @@ logger = logging.getLogger(__name__)
 
 # Time between two exports.
 FLUSH_SECONDS = 2.0
-# Longest wait for the last export, at the end of a run.
+# Longest wait of `close` for the last export, and at exit for a collector that does not answer.
 CLOSE_SECONDS = 1.0
+# Longest time since `close` that a process waits at exit until the end of the run was sent, if the
+# collector answers. Twice the timeout of an export: one may be in flight. torchrun and Kubernetes
+# kill a process 30 s after they have asked it to end.
+EXIT_SECONDS = 10.0
 # Maximum number of steps that are kept until the run has an id. Trace ids depend on the run id.
 MAX_HELD_STEPS = 64
 
@@ -63,6 +67,8 @@ class OtelExporter:
     Args:
         context: The watch.
         hardware_ids: Returns the resource attributes of the device. Called only if data is sent.
+        start: Returns the token of this start of the job, the same on all ranks. None until it is
+            known, but known with the run id of rank 0.
 
     Attributes:
         makes_traces: Whether the caller should call `trace`.
@@ -70,15 +76,18 @@ class OtelExporter:
     """
 
     def __init__(
-        self, context: WatchContext, hardware_ids: Callable[[], Mapping[str, str]]
+        self,
+        context: WatchContext,
+        hardware_ids: Callable[[], Mapping[str, str]],
+        start: Callable[[], str | None],
     ) -> None:
         self.makes_traces = False
         self.cpu_seconds = 0.0
         self._context = context
         self._options = otlp_options(context.settings.otel, os.environ)
         self._rank = context.identity.rank
-        # Two nodes may count their restarts differently. The parent of a span is then unknown.
-        self._attempt = f"{context.identity.attempt}.{context.watch_index}"
+        self._start_token = start
+        self._own_start = secrets.token_hex(4)  # while the token, and so any parent, is unknown
         self._held: deque[FinishedStep] = deque()
         self._lost = 0
         self._slow = SlowSteps()
@@ -89,6 +98,7 @@ class OtelExporter:
         self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
         self._has_waited = False
+        self._closed_at: float | None = None
         self._thread: MonitoringThread | None = None
         self._trace_held_steps = context.fail_open.wrap("traces", self.trace)
         otlp = context.fail_open.call("otlp", _open_otlp, self._options, self._rank)
@@ -156,7 +166,7 @@ class OtelExporter:
         )
 
     def close(self) -> None:
-        """Send all queued data, for at most CLOSE_SECONDS.
+        """Send all queued data. The thread goes on with what is left after CLOSE_SECONDS.
 
         Safe to call twice. If Ctrl-C ends the wait, the next call waits again.
         """
@@ -167,12 +177,31 @@ class OtelExporter:
         self._trace_held_steps(())
         self._lost += len(self._held)
         self._held.clear()
+        self._closed_at = self._closed_at or time.monotonic()
         self._stop.set()
-        # The thread may be in an export that cannot be interrupted. The process does not wait.
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+        # The thread may be in an export that cannot be interrupted. The script does not wait.
+        if self._thread is None or self._thread.join(CLOSE_SECONDS):
+            self._outbox.give_up()
+        else:
+            self._outbox.finish_quietly()
         self._has_waited = True
-        self._outbox.give_up()
+
+    def wait_for_end(self) -> None:
+        """Wait at exit until the end of the run was sent, if the collector answers.
+
+        A collector that has accepted nothing has no series of this run that would have to end.
+        """
+        thread, outbox = self._thread, self._outbox
+        if outbox is None or thread is None or self._closed_at is None:
+            return
+        if thread.is_alive() and outbox.is_answered:
+            outbox.end_was_sent.wait(max(0.0, self._closed_at + EXIT_SECONDS - time.monotonic()))
+
+    def give_up(self) -> None:
+        """Send nothing more, because the process ends now. Safe to call twice."""
+        if self._outbox is not None:
+            self._outbox.give_up()
+            self._outbox.end_was_sent.set()  # no later call waits
 
     def close_after_fork(self) -> None:
         """Drop the parent's queue in a forked child, without touching its connections."""
@@ -224,6 +253,8 @@ class OtelExporter:
             pause_seconds = 0.0 if is_behind else FLUSH_SECONDS
             self.cpu_seconds = time.thread_time()
         flush(final=True)
+        outbox.give_up()  # count what is left
+        outbox.end_was_sent.set()  # also if the flush has failed
         fail_open.call("otlp", otlp.close)
 
     def _identity(self) -> Mapping[str, str] | None:
@@ -301,7 +332,7 @@ class OtelExporter:
             return
         number, idle_seconds = engine.global_steps + 1, self._context.phase_timer.idle_seconds()
         self._num_hangs += 1
-        span_attempt = f"{self._attempt}/hang {self._num_hangs}"
+        span_attempt = f"{self._attempt()}/hang {self._num_hangs}"
         self._outbox.add_trace(
             StepTrace(
                 trace_id=trace_id_of(run_id, number),
@@ -349,7 +380,15 @@ class OtelExporter:
             self._last_sampled_ids = ids
 
     def _span_id(self, run_id: str, step: int, rank: int) -> int:
-        return span_id_of(run_id, step, rank, attempt=self._attempt)
+        return span_id_of(run_id, step, rank, attempt=self._attempt())
+
+    def _attempt(self) -> str:
+        """Return what distinguishes this start of the job and this watch, the same on all ranks.
+
+        The launcher's count of restarts does not: torchrun does not count the restart after a node
+        was lost, and two nodes may count differently.
+        """
+        return f"{self._start_token() or self._own_start}.{self._context.watch_index}"
 
     def _place(self, run_id: str, number: int) -> dict[str, AttributeValue]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,15 +44,30 @@ class Subscriptions:
         fail_open: Counts failures, and makes the thread.
         kind: What the listeners are, in log lines and as the name of the thread.
         advice: What to do about a slow listener, in a log line.
+        max_waiting: Maximum number of records and calls that wait. Further ones are dropped.
+        max_bytes: Memory of the waiting calls from which further ones that need some are dropped.
+        on_idle: Called on the thread whenever nothing waits, and before it ends. It must not raise.
+        num_held: Returns how many of the calls that have returned still need `on_idle`.
 
     Attributes:
         dropped: Number of records and calls that were dropped because listeners were too slow.
     """
 
     def __init__(
-        self, fail_open: FailOpen, kind: str = "listener", advice: str | None = None
+        self,
+        fail_open: FailOpen,
+        kind: str = "listener",
+        advice: str | None = None,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_bytes: float = math.inf,
+        on_idle: Callable[[], object] = lambda: None,
+        num_held: Callable[[], int] = lambda: 0,
     ) -> None:
         self.dropped = 0
+        self._max_waiting, self._max_bytes = max_waiting, max_bytes
+        self._num_put_bytes = self._num_taken_bytes = 0  # each is counted by one side
+        self._on_idle, self._num_held = on_idle, num_held
         self._fail_open, self._kind = fail_open, kind
         self._advice = advice or f"Make the {kind} faster."
         self._ends: list[Callable[[], object]] = []
@@ -94,30 +110,42 @@ class Subscriptions:
         if self._listeners:
             self._put(record)
 
-    def enqueue_call(self, call: Callable[[], object]) -> None:
-        """Queue a function to be called once, which must not raise. Never blocks."""
-        self._put(call)
+    def enqueue_call(self, call: Callable[[], object], num_bytes: int = 0) -> None:
+        """Queue a function to be called once, which must not raise. Never blocks.
+
+        Args:
+            call: The function.
+            num_bytes: The memory that it needs while it waits.
+        """
+        self._put(partial(self._take_call, call, num_bytes) if num_bytes else call, num_bytes)
 
     def call_at_end(self, name: str, call: Callable[[], object]) -> None:
         """Call a function on the thread when it ends. A failure is counted under the name."""
         self._ends.append(self._fail_open.wrap(name, call, BaseException))
 
-    def _put(self, record: StepRecord | Callable[[], object]) -> None:
+    def _put(self, record: StepRecord | Callable[[], object], num_bytes: int = 0) -> None:
         if self._closed:
             return
         self._start()
-        if self._waiting.qsize() < MAX_WAITING:
+        num_waiting = self._waiting.qsize()
+        has_memory = self._num_put_bytes - self._num_taken_bytes < self._max_bytes
+        if num_waiting < self._max_waiting and (has_memory or not num_bytes):
+            self._num_put_bytes += num_bytes
             self._waiting.put(record)
             return
         if not self.dropped:
             logger.warning(
-                "a %s is more than %d records late: further records are not passed on while it "
-                "is, and counted. %s",
+                "a %s is %d records late: further records are not passed on while it is, and "
+                "counted. %s",
                 self._kind,
-                MAX_WAITING,
+                num_waiting,
                 self._advice,
             )
         self.dropped += 1
+
+    def _take_call(self, call: Callable[[], object], num_bytes: int) -> None:
+        self._num_taken_bytes += num_bytes
+        call()
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Wait until the listeners have handled the queued records.
@@ -135,7 +163,7 @@ class Subscriptions:
         self._has_waited = True
         if has_ended and (self._thread.was_started or not self._listeners):
             return
-        num_lost = 0
+        num_lost = self._num_held()
         with contextlib.suppress(queue.Empty):
             while self._waiting.get_nowait() is not None:
                 num_lost += 1
@@ -164,9 +192,12 @@ class Subscriptions:
                 break
             if callable(record):
                 record()
-                continue
-            for listener in self._listeners:
-                listener(record)
+            else:
+                for listener in self._listeners:
+                    listener(record)
+            if self._waiting.empty():
+                self._on_idle()
+        self._on_idle()
         for end in self._ends:
             end()
 

@@ -232,7 +232,8 @@ class Watch:
 
         The file is in the run folder, with one JSON object per call: `step`, `unix_seconds` and
         `values`. It is written on rank 0, and on another thread. On the other ranks the call has no
-        effect. Lines that cannot be written, as on a full disk, are dropped and counted.
+        effect. Lines that cannot be written, as on a full disk, are dropped and counted, and so are
+        those that come while 65,536 lines or 64 MiB of texts wait.
 
         Args:
             values: Numbers, texts, or tensors of one element. A tensor counts as it is now; for its
@@ -269,8 +270,10 @@ class Watch:
 
     def restart_forecasts(self, *, after_step: int, use: Hashable) -> None:
         """Forecast memory only from readings of one use of it; see `MemoryForecasts.restart`."""
-        restart = self._memory.analysis.forecasts.restart
+        restart, hooks = self._memory.analysis.forecasts.restart, self._memory.hooks
         self.fail_open.call("forecasts", restart, after_step=after_step, use=use)
+        if not self._closed:
+            self.fail_open.call("memory", hooks.on_use_changed)
 
     def memory_limit_bytes(self, device: str) -> float | None:
         """Return the present limit of a device's memory, in bytes; None if it cannot be read."""
@@ -333,15 +336,16 @@ class Watch:
         After an end in good order or by Ctrl-C, `run_active` is 0 until the last scrape, and
         `run_end_info` has the reason. After an exception the server closes at once: `run_active`
         remains 1 and then vanishes, by which alerts recognize the failure. `run_end_info` is then
-        rarely scraped, but it is in the last export by OTLP. If a GPU must be drained, the server
-        closes after the next scrape instead, because alerts name the GPU from it.
+        rarely scraped, but it is first in the last export by OTLP. If a GPU must be drained, the
+        server closes after the next scrape instead, because alerts name the GPU from it.
 
         Args:
             failed: Whether the run ends with an exception. A call while an exception is handled
                 counts as such an end, too, unless the watch was opened in the same handler.
             interrupted: Whether Ctrl-C has ended the run. The wait for the last scrape is then
                 shorter.
-            at_exit: Whether the process ends now. The call then waits for the last scrape.
+            at_exit: Whether the process ends now. The call then waits for the last scrape, and
+                until the end of the run was sent by OTLP.
         """
         if self._is_forked:
             return
@@ -355,6 +359,15 @@ class Watch:
             error = current or self.uncaught_error
             self._closed, self._unclosed = True, deque(self._parts_to_close(error))
         self._close_rest()
+        try:
+            self._close_server(at_exit=at_exit)
+            if at_exit:
+                self._close_parts(self._otel.wait_for_end)
+        finally:  # Ctrl-C ends the waits
+            if at_exit:
+                self._close_parts(self._otel.give_up)
+
+    def _close_server(self, *, at_exit: bool) -> None:
         if self._failed:
             if not self.fail_open.call("close", asks_for_drain, self.snapshot()):
                 self._close_parts(self._server.close)

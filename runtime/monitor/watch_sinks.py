@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import orjson
@@ -15,15 +15,27 @@ import torch
 
 from ..common import accelerator
 from ..common.device_scalar import PendingScalar, scalar
+from ..common.gil_pauses import let_training_run
 from ..common.hidden_secrets import without_secrets
 from ..instrumentation.watch_context import WatchContext
 from ..sinks.sink import Sink, SinkRun
 from ..sinks.sink_runner import SinkRunner
 from .log_file import LogFile
-from .subscriptions import CLOSE_SECONDS, Subscriptions
+from .subscriptions import CLOSE_SECONDS, MAX_WAITING, Subscriptions
 from .watch_thread import FIRST_POLL_SECONDS, LAST_POLL_SECONDS, PATIENCE_SECONDS
 
 LOGGED_FILE = "logged.jsonl"
+# Maximum number of lines of the script that wait, some 100 MB if all values are numbers. Further
+# lines are dropped and counted. A loop may log the values of each validation sample, with no other
+# work between them.
+MAX_LINES = 65_536
+# Maximum memory of other values that wait.
+MAX_BYTES = 2**26
+# What a value of unknown size counts, such as a list: MAX_WAITING of them may wait.
+UNKNOWN_BYTES = MAX_BYTES // MAX_WAITING
+# Each write lets the script's thread run for up to 5 ms before the next line. So lines that wait
+# are written together, up to this size.
+BYTES_AT_ONCE = 2**20
 
 
 class WatchSinks:
@@ -49,11 +61,20 @@ class WatchSinks:
         self._is_writer = context.identity.rank == 0
         self._failed = False
         self._log: LogFile | None = None
+        self._encoded: list[bytes] = []  # lines for the next write
+        self._num_encoded_bytes = 0
         self._may_query: bool | None = None  # unknown until the thread needs the device
         self._lines = Subscriptions(
             context.fail_open,
             "writer",
-            "Log fewer values, or check whether the disk of run_log.folder responds.",
+            "Call log_values less often, such as once for many samples, or check whether the disk "
+            "of run_log.folder responds.",
+            max_waiting=MAX_LINES,
+            max_bytes=MAX_BYTES,
+            on_idle=context.fail_open.wrap(
+                "logged values", self._write_lines, BaseException, is_kept=True
+            ),
+            num_held=lambda: len(self._encoded),
         )
         self._subscriptions = Subscriptions(context.fail_open, "sink")
         self.enqueue = self._subscriptions.enqueue
@@ -97,7 +118,7 @@ class WatchSinks:
         if self._is_writer:
             taken = {name: self._take(value) for name, value in dict(values).items()}
             line = {"step": step, "unix_seconds": time.time(), "values": taken}
-            self._lines.enqueue_call(partial(self._append, line))
+            self._lines.enqueue_call(partial(self._append, line), _num_bytes(taken.values()))
 
     def close(self, *, failed: bool = False, interrupted: bool = False) -> None:
         """Write the last line and the last step, and close all sinks.
@@ -118,9 +139,21 @@ class WatchSinks:
 
     def _append_line(self, line: Mapping[str, object]) -> None:
         log = self._log or self._open_log()
-        if log is not None:
-            encoded = orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
-            log.append(lambda is_first: encoded)
+        if log is None:
+            return
+        encoded = orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
+        self._encoded.append(encoded)
+        self._num_encoded_bytes += len(encoded)
+        if self._num_encoded_bytes >= BYTES_AT_ONCE:
+            self._write_lines()
+        let_training_run()
+
+    def _write_lines(self) -> None:
+        try:
+            if self._log is not None and self._encoded:
+                self._log.append_all(self._encoded)
+        finally:
+            self._encoded, self._num_encoded_bytes = [], 0
 
     def _open_log(self) -> LogFile | None:
         """Choose the file on the first line; None if no run log is written."""
@@ -160,9 +193,20 @@ class WatchSinks:
     def _wait_for(self, pending: PendingScalar) -> None:
         """Wait for a copy as the watch thread does: a limited time, because a device may hang."""
         waited, poll = 0.0, FIRST_POLL_SECONDS
+        if not pending.arrived():
+            self._write_lines()  # a process that hangs may be killed
         while not pending.arrived() and waited < PATIENCE_SECONDS:
             self._sleep(poll)
             waited, poll = waited + poll, min(2 * poll, LAST_POLL_SECONDS)
+
+
+def _num_bytes(values: Iterable[object]) -> int:
+    """Return about how much memory values need while they wait, except numbers."""
+    return sum(
+        len(value) if isinstance(value, str | bytes) else UNKNOWN_BYTES
+        for value in values
+        if not isinstance(value, int | float | complex | PendingScalar | None)
+    )
 
 
 def _is_on_device(value: object) -> bool:

@@ -195,9 +195,14 @@ class MonitoringProcess:
         )
         return False
 
-    def linger(self, *, interrupted: bool) -> None:
-        """Let the process serve until the end of the run was scraped."""
-        self.send("linger", interrupted)
+    def linger(self, *, interrupted: bool, is_exit: bool) -> None:
+        """Let the process serve until the end of the run was scraped.
+
+        Args:
+            interrupted: Whether Ctrl-C has ended the run.
+            is_exit: Whether the end of the script waits for it.
+        """
+        self.send("linger", (interrupted, is_exit))
 
     def wait_for_exit(self, timeout_seconds: float) -> None:
         """Wait until the process has exited, after the last scrape."""
@@ -565,7 +570,7 @@ class ForwardedServer:
 
     def wait_for_final_scrape(self, *, interrupted: bool = False) -> None:
         """Wait until the regular scrapers have read that the run is over."""
-        self._process.linger(interrupted=interrupted)
+        self._process.linger(interrupted=interrupted, is_exit=True)
         self._process.wait_for_exit(self._linger_seconds + CLOSE_SECONDS)
 
     def wait_for_next_scrape(self) -> None:
@@ -575,7 +580,7 @@ class ForwardedServer:
 
     def close_after_final_scrape(self, before_close: Callable[[], object]) -> None:
         """Let the server close by itself after the last scrape."""
-        self._process.linger(interrupted=False)
+        self._process.linger(interrupted=False, is_exit=False)
 
 
 class NoPart:
@@ -592,6 +597,12 @@ class NoPart:
 
     def trace_run_error(self, error: BaseException | None) -> None:
         """Do nothing, because there are no traces."""
+
+    def wait_for_end(self) -> None:
+        """Do nothing, because nothing is sent."""
+
+    def give_up(self) -> None:
+        """Do nothing, because nothing is sent."""
 
 
 class ForwardedComparison:

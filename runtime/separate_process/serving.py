@@ -341,7 +341,8 @@ class Monitor:
             elif self._is_closed and name in ("second", "in flight"):
                 pass  # its parts are closed
             elif name == "linger":
-                self._server.wait_for_final_scrape(interrupted=value)
+                interrupted, is_exit = value
+                self._server.wait_for_final_scrape(interrupted=interrupted, announces=is_exit)
                 self._folder.withdraw_targets()
                 break
             elif name == "next scrape":  # the run has failed, and a fault of a GPU must be read

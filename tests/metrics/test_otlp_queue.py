@@ -12,7 +12,7 @@ from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
-from zerowatch.metrics.catalog.training import LOSS, STEPS
+from zerowatch.metrics.catalog.training import LOSS, RUN_ACTIVE, RUN_END_INFO, STEPS
 from zerowatch.metrics.exporters.otlp_options import (
     DEFAULT_METRICS_INTERVAL_SECONDS as INTERVAL_SECONDS,
 )
@@ -378,6 +378,7 @@ def recorder_of_many():
                 labels = [label.values[0] if label.values else name for label in spec.labels]
                 recorder.set(spec, 1.0, *labels)
     recorder.set(EXPORTER_FAILURES, 0, "otlp")
+    recorder.set_info(RUN_END_INFO, "completed")
     return recorder
 
 
@@ -433,16 +434,17 @@ def test_a_limit_on_the_rate_of_requests_does_not_always_refuse_the_same_familie
 
 
 def test_a_collector_that_accepts_no_metrics_gets_few_requests(make_outbox, caplog):
-    recorder = recorder_of_many()
+    recorder, clock = recorder_of_many(), FakeClock()
     otlp = Limited(lambda names: False)
-    outbox = make_outbox(recorder, metrics=True, otlp=otlp)
+    outbox = make_outbox(recorder, metrics=True, otlp=otlp, now=clock)
 
     requests = []
-    for _ in range(5):
-        outbox.flush(final=True)
+    for _ in range(4):
+        outbox.flush()
         requests.append(len(otlp.refused))
+        clock.seconds += INTERVAL_SECONDS
 
-    assert requests == [3, 4, 5, 5, 5]  # then it pauses
+    assert requests == [3, 4, 5, 5]  # then it pauses
     [line] = caplog.messages
     assert "does not accept the metrics of rank 0" in line
 
@@ -528,18 +530,139 @@ def test_a_collector_that_stops_to_answer_delays_an_interval_by_three_timeouts(m
     assert clock.seconds - began == FAILURES_ALLOWED * TIMEOUT_SECONDS
 
 
+# What alerts on the end of a run read.
+END = [RUN_ACTIVE.name, RUN_END_INFO.name, "process_start_time_seconds"]
+
+
 def test_the_last_flush_does_not_begin_with_a_refused_batch(make_outbox):
-    """It may take its timeout, and the process waits for 1 s only."""
+    """It may take its timeout, and the process does not wait for long."""
     batches = every_batch(make_outbox)
-    otlp = Limited(lambda names: batches[0][0] not in names)
+    bad = next(name for name in batches[0] if name not in END)
+    otlp = Limited(lambda names: bad not in names)
     outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
     outbox.flush()
 
     otlp.accepted.clear(), otlp.refused.clear()
-    otlp.takes = lambda names: not otlp.refused and batches[0][0] not in names
+    otlp.takes = lambda names: not otlp.refused and bad not in names
     outbox.flush(final=True)
 
-    assert otlp.accepted == batches[1:]
+    expected = [name for batch in batches[1:] for name in batch if name not in END]
+    assert sorted(otlp.accepted[0]) == sorted(END)
+    assert [name for batch in otlp.accepted[1:] for name in batch] == expected
+
+
+def test_the_last_flush_begins_with_the_end_of_the_run_though_its_batch_was_refused(make_outbox):
+    batches = every_batch(make_outbox)
+    [batch] = [batch for batch in batches if RUN_ACTIVE.name in batch]
+    bad = next(name for name in batch if name not in END)
+    otlp = Limited(lambda names: bad not in names)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+    outbox.flush()
+
+    otlp.accepted.clear()
+    outbox.flush(final=True)
+
+    assert sorted(otlp.accepted[0]) == sorted(END)
+    arrived = {name for batch in otlp.accepted for name in batch}
+    assert arrived == {name for names in batches for name in names if bad not in names} | set(END)
+
+
+def test_the_end_counts_as_sent_after_the_first_request_of_the_last_flush(slow):
+    seen = []
+
+    def note(kind):
+        seen.append(slow.outbox.end_was_sent.is_set())
+        if kind == "logs":
+            slow.outbox.give_up()
+
+    slow.during = note
+    slow.outbox._recorder.set_info(RUN_END_INFO, "completed")
+
+    slow.outbox.flush(final=True)
+
+    assert seen == [False, True, True]  # the end, the other metrics, the log lines
+
+
+@pytest.mark.parametrize("has_come_back", [False, True])
+def test_the_last_flush_tries_to_send_the_end_though_exports_pause(make_outbox, has_come_back):
+    clock, otlp = FakeClock(), Limited(lambda names: False)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+    for _ in range(FAILURES_ALLOWED):
+        outbox.flush()
+        clock.seconds += INTERVAL_SECONDS
+    otlp.refused.clear()
+    outbox.flush()
+    num_in_pause = len(otlp.refused)
+
+    otlp.takes = lambda names: has_come_back
+    outbox.flush(final=True)
+
+    assert num_in_pause == 0
+    assert outbox.end_was_sent.is_set()
+    assert sorted((otlp.accepted or otlp.refused)[0]) == sorted(END)
+    assert len(otlp.refused) == (0 if has_come_back else 1)
+    assert (len(otlp.accepted) > 1) is has_come_back  # the other metrics follow
+
+
+def test_a_collector_is_known_to_answer_before_all_metrics_of_the_first_interval_are_sent(
+    make_outbox,
+):
+    otlp, answered = Limited(lambda names: answered.append(outbox.is_answered) or True), []
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+
+    outbox.flush()
+
+    assert answered[:2] == [False, True]
+
+
+def test_a_collector_is_known_to_answer_while_it_accepts_metrics(make_outbox):
+    clock, otlp = FakeClock(), Limited(lambda names: False)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+
+    answered = [outbox.is_answered]
+    for otlp.takes in (lambda _: False, lambda _: True, lambda _: False):
+        outbox.flush()
+        answered.append(outbox.is_answered)
+        clock.seconds += INTERVAL_SECONDS
+
+    assert answered == [False, False, True, False]
+
+
+def test_after_the_end_of_the_run_requests_are_sent_for_three_timeouts_without_log_lines(
+    make_outbox, caplog
+):
+    clock = FakeClock()
+
+    def refuse(names):
+        clock.seconds += 0.9 * TIMEOUT_SECONDS
+        return len(otlp.accepted) < 2 and not otlp.refused
+
+    otlp = Limited(refuse)
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp, now=clock)
+    for _ in range(3):
+        outbox.add_trace(TRACE)
+
+    outbox.finish_quietly()
+    outbox.flush(final=True)
+    num_requests = len(otlp.accepted) + len(otlp.refused)
+    outbox.give_up()
+    outbox.give_up()
+
+    assert num_requests == 4  # the fourth began before three timeouts were over
+    assert (otlp.tries, outbox.dropped) == (0, 3)
+    assert caplog.records == []
+
+
+def test_refusals_after_the_end_of_the_run_are_not_logged(make_outbox, sender, caplog):
+    outbox = make_outbox()
+    for _ in range(FAILURES_ALLOWED):
+        outbox.add_trace(TRACE)
+
+    outbox.finish_quietly()
+    outbox.flush()
+
+    assert sender.tries == FAILURES_ALLOWED
+    assert caplog.records == []
 
 
 def test_intervals_of_increases_do_not_overlap_if_another_batch_is_refused(make_outbox):

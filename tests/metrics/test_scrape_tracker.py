@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import socket
 import threading
 import time
 
 import pytest
+from fakes.clock import FakeClock, set_clock
 from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters import listener, scrape_tracker
+from zerowatch.metrics.exporters import server as server_module
 from zerowatch.metrics.exporters.scrape_tracker import ScrapeTracker
-from zerowatch.metrics.exporters.server import INTERRUPTED_SECONDS
+from zerowatch.metrics.exporters.server import INTERRUPTED_SECONDS, QUIET_SECONDS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
@@ -190,10 +194,20 @@ def test_after_ctrl_c_the_wait_is_shorter_and_announced(
     if has_agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     clock, waits = [0.0], []
+
+    def wait(
+        self: ScrapeTracker,
+        max_seconds: float,
+        on_all_ranks: bool,
+        returns_after: float = math.inf,
+    ) -> float:
+        waits.append((max_seconds, returns_after))
+        return max_seconds if returns_after == 0 else 0.0  # else the end is read at once
+
     monkeypatch.setattr(
         ScrapeTracker,
         "wait_until_end_was_read",
-        lambda self, seconds, on_all_ranks: waits.append(seconds),
+        wait,
     )
     server = make_server(linger_seconds=linger_seconds, now=lambda: clock[0])
     address = server.start()
@@ -205,10 +219,118 @@ def test_after_ctrl_c_the_wait_is_shorter_and_announced(
     before = caplog.messages[:]
     server.wait_for_final_scrape(interrupted=True)
 
-    assert waits == [linger_seconds, expected]
+    assert waits == [
+        (linger_seconds, QUIET_SECONDS),
+        (expected, 0.0),
+        (pytest.approx(expected), math.inf),
+    ]
     assert before == []
     assert f"at most {expected:.0f} s" in caplog.messages[0]
     assert ("Ctrl-C" in caplog.messages[0]) is not has_agent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_wait_at_exit_is_announced_by_rank_0(
+    make_server, recorder, monkeypatch, caplog, rank
+):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(server_module, "QUIET_SECONDS", 0.01)
+    server = make_server(rank=rank, linger_seconds=LINGER_SECONDS)
+    address = server.start()
+    scrape_as_prometheus(address)
+    recorder.set(RUN_ACTIVE, 0)
+    waiting = threading.Thread(target=server.wait_for_final_scrape)
+    began = time.monotonic()
+    waiting.start()
+    was_announced = eventually(lambda: caplog.messages != [], 60 if rank == 0 else 0.2)
+    announced_within = time.monotonic() - began
+    was_waiting = waiting.is_alive()
+    scrape_as_prometheus(address)
+    waiting.join(LINGER_SECONDS)
+
+    assert was_waiting
+    assert not waiting.is_alive()
+    assert was_announced is (rank == 0)
+    for message in caplog.messages:
+        [seconds] = re.findall(r"at most (\d+) s", message)
+        assert 72 - announced_within <= int(seconds) <= 72
+        assert "Ctrl-C" in message
+
+
+def test_a_wait_for_the_last_scrape_while_the_script_goes_on_is_not_announced(
+    make_server, recorder, monkeypatch, caplog
+):
+    monkeypatch.setattr(server_module, "QUIET_SECONDS", 0.0)
+    server = make_server(linger_seconds=LINGER_SECONDS)
+    address = server.start()
+    scrape_as_prometheus(address)
+    recorder.set(RUN_ACTIVE, 0)
+    closed = threading.Event()
+    server.close_after_final_scrape(closed.set)
+    was_waiting = not closed.wait(0.1)
+    scrape_as_prometheus(address)
+
+    assert was_waiting
+    assert closed.wait(LINGER_SECONDS)
+    assert caplog.messages == []
+
+
+def test_the_wait_at_exit_ends_as_soon_as_the_server_has_closed(make_server, recorder):
+    server = make_server(linger_seconds=LINGER_SECONDS)
+    scrape_as_prometheus(server.start())
+    recorder.set(RUN_ACTIVE, 0)
+    waiting = threading.Thread(target=server.wait_for_final_scrape)
+    waiting.start()
+    assert eventually(lambda: server._scrapes._ended_at is not None)
+
+    server.close()
+    waiting.join(LINGER_SECONDS)
+
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("on_all_ranks", [False, True])
+def test_a_later_wait_counts_from_the_end_of_the_run(monkeypatch, on_all_ranks):
+    clock = FakeClock()
+    set_clock(monkeypatch, scrape_tracker, monotonic=clock)
+    scrapes = ScrapeTracker(now=clock)
+    scrapes.note("prometheus", run_active=1, timeout_seconds=10)
+    left = []
+    for pause_seconds in (0, 50, 30):
+        clock.seconds += pause_seconds
+        left.append(scrapes.wait_until_end_was_read(75, on_all_ranks=on_all_ranks, returns_after=0))
+
+    assert left == pytest.approx([72, 22, 0])
+
+
+@pytest.mark.parametrize("wait", ["wait_until_end_was_read", "wait_until_read"])
+def test_a_tracker_that_is_closed_waits_for_nobody(wait):
+    scrapes = ScrapeTracker()
+    scrapes.note("prometheus", run_active=1, timeout_seconds=LINGER_SECONDS)
+    waiting = threading.Thread(target=getattr(scrapes, wait), args=(LINGER_SECONDS,))
+    waiting.start()
+    waiting.join(0.05)
+    was_waiting = waiting.is_alive()
+
+    scrapes.close()
+    waiting.join(LINGER_SECONDS)
+
+    assert was_waiting
+    assert not waiting.is_alive()
+
+
+def test_the_clients_are_not_read_while_a_scrape_is_recorded():
+    scrapes, patience = ScrapeTracker(), []
+    scrapes.note("prometheus", run_active=1, timeout_seconds=10)
+    reading = threading.Thread(target=lambda: patience.append(scrapes.patience_seconds(75)))
+
+    with scrapes._changed:
+        reading.start()
+        reading.join(0.05)
+        early = list(patience)
+    reading.join(LINGER_SECONDS)
+
+    assert (early, patience) == ([], [pytest.approx(72)])
 
 
 def patience_after(scraped_at, now, limit, timeout_seconds=None):

@@ -15,7 +15,7 @@ from fakes.scraper import eventually
 from fakes.steps import step as record_of
 
 from zerowatch.metrics.catalog.labels import OPS
-from zerowatch.metrics.catalog.training import STEP_DURATION
+from zerowatch.metrics.catalog.training import RUN_ACTIVE, RUN_END_INFO, STEP_DURATION
 from zerowatch.metrics.exporters.telemetry_data import Span
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
@@ -39,7 +39,16 @@ class Rank:
     """One rank's telemetry, whose steps the tests construct."""
 
     def __init__(
-        self, collector, *, rank=0, world_size=2, local_rank=None, attempt=0, find_gpu=dict, **otel
+        self,
+        collector,
+        *,
+        rank=0,
+        world_size=2,
+        local_rank=None,
+        attempt=0,
+        find_gpu=dict,
+        start="0-a",
+        **otel,
     ):
         self.collector = collector
         self.run_id = otel.pop("run_id", RUN)
@@ -67,7 +76,7 @@ class Rank:
             step_errors=StepErrors(),
         )
         self.context = context
-        self.telemetry = OtelExporter(context, find_gpu)
+        self.telemetry = OtelExporter(context, find_gpu, lambda: start)
 
     def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
         """Publish a step and let it leave a trace."""
@@ -144,9 +153,21 @@ def test_a_sampled_step_is_a_child_of_rank_0s(make_rank, rank):
     one.trace(4)
 
     [root] = one.roots()
-    above = span_id_of(RUN, 4, 0, attempt="0.0").to_bytes(8, "big")
+    above = span_id_of(RUN, 4, 0, attempt="0-a.0").to_bytes(8, "big")
     assert root.parent_span_id == (above if rank else b"")
     assert rank or root.span_id == above
+
+
+@pytest.mark.parametrize("starts", [("0-a", "0-b"), (None, None)])
+def test_a_restart_that_the_launcher_does_not_count_has_spans_of_its_own(make_rank, starts):
+    before, after = (make_rank(start=start) for start in starts)
+
+    for rank in (before, after):
+        rank.trace(4)
+        rank.telemetry.close()
+
+    ids = [root.span_id for root in after.roots()]
+    assert len(ids) == len(set(ids)) == 2
 
 
 def test_a_slow_step_is_traced_without_a_parent(make_rank):
@@ -272,7 +293,9 @@ def test_remarks_on_variables_are_logged_by_rank_0_only(make_rank, monkeypatch, 
 
 
 def test_a_step_trained_again_after_a_restart_has_spans_of_its_own(make_rank):
-    roots = [root for attempt in (0, 1) for root in traced_once(make_rank(attempt=attempt))]
+    starts = enumerate(("0-a", "1-b"))
+    ranks = (make_rank(attempt=attempt, start=start) for attempt, start in starts)
+    roots = [root for rank in ranks for root in traced_once(rank)]
 
     assert len({root.trace_id for root in roots}) == 1
     assert len({root.span_id for root in roots}) == 2
@@ -402,7 +425,7 @@ def test_a_log_line_has_the_ids_of_the_current_step_if_that_is_sampled(make_rank
 
     [line] = one.collector.lines()
     assert line.trace_id == trace_id_of(RUN, 9).to_bytes(16, "big")
-    assert line.span_id == span_id_of(RUN, 9, 0, attempt="0.0").to_bytes(8, "big")
+    assert line.span_id == span_id_of(RUN, 9, 0, attempt="0-a.0").to_bytes(8, "big")
 
 
 def test_a_log_line_else_has_the_ids_of_the_last_traced_step(make_rank):
@@ -476,6 +499,88 @@ def test_the_end_of_a_run_sends_metrics_before_the_traces_that_are_left(make_ran
     closing.join()
 
     assert sent == ["metrics", "traces", "traces"]
+
+
+class BlockedMetrics:
+    """Lets requests of metrics block until `release` is set, after `num_accepted` of them."""
+
+    def __init__(self, rank, monkeypatch, num_accepted=0):
+        self.sent, self.num_accepted = [], num_accepted
+        self.entered, self.release = threading.Event(), threading.Event()
+        monkeypatch.setattr(rank.telemetry._outbox._otlp, "send_metrics", self.send)
+
+    def send(self, families, *_):
+        if self.num_accepted > 0:
+            self.num_accepted -= 1
+            return True
+        self.entered.set()
+        assert self.release.wait(60)
+        self.sent.append([family.name for family in families])
+        return True
+
+
+@pytest.fixture
+def slow_rank(make_rank, monkeypatch):
+    """A rank whose thread exports metrics all the time, and whose `close` does not wait."""
+    monkeypatch.setattr(otel_exporter, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(otel_exporter, "CLOSE_SECONDS", 0.01)
+    rank = make_rank(metrics=True, metrics_interval_seconds=1)
+    rank.recorder.set(RUN_ACTIVE, 1)
+    return rank
+
+
+def test_the_end_of_a_run_is_sent_to_a_slow_collector_while_the_process_goes_on(
+    slow_rank, monkeypatch
+):
+    collector = BlockedMetrics(slow_rank, monkeypatch)
+    assert collector.entered.wait(60)
+    slow_rank.recorder.set_info(RUN_END_INFO, "completed")
+
+    slow_rank.telemetry.close()
+    early = list(collector.sent)
+    collector.release.set()
+
+    assert early == []
+    assert eventually(lambda: any(RUN_END_INFO.name in names for names in collector.sent))
+    [end] = [names for names in collector.sent if RUN_END_INFO.name in names]
+    assert sorted(end) == sorted([RUN_ACTIVE.name, RUN_END_INFO.name, "process_start_time_seconds"])
+
+
+def test_a_process_that_ends_waits_until_the_end_was_sent_to_a_collector_that_answers(
+    slow_rank, monkeypatch
+):
+    monkeypatch.setattr(otel_exporter, "EXIT_SECONDS", 300.0)
+    collector = BlockedMetrics(slow_rank, monkeypatch, num_accepted=1)
+    slow_rank.recorder.set_info(RUN_END_INFO, "completed")
+    assert eventually(lambda: slow_rank.telemetry._outbox.is_answered)
+    slow_rank.telemetry.close()
+    waiting = threading.Thread(target=slow_rank.telemetry.wait_for_end)
+    waiting.start()
+
+    waiting.join(0.05)
+    was_waiting = waiting.is_alive()
+    collector.release.set()
+    waiting.join(60)
+
+    assert was_waiting
+    assert not waiting.is_alive()
+    assert any(RUN_END_INFO.name in names for names in collector.sent)
+
+
+@pytest.mark.parametrize("end", ["accepts nothing", "the time is up", "gave up"])
+def test_a_process_that_ends_does_not_wait_for_ever(slow_rank, monkeypatch, end):
+    monkeypatch.setattr(otel_exporter, "EXIT_SECONDS", 0.0 if end == "the time is up" else 10.0**6)
+    collector = BlockedMetrics(slow_rank, monkeypatch, num_accepted=end != "accepts nothing")
+    assert end == "accepts nothing" or eventually(lambda: slow_rank.telemetry._outbox.is_answered)
+    slow_rank.telemetry.close()
+    if end == "gave up":
+        slow_rank.telemetry.give_up()
+
+    slow_rank.telemetry.wait_for_end()
+
+    was_in_request = slow_rank.telemetry._thread.is_alive()
+    collector.release.set()
+    assert was_in_request
 
 
 def test_a_close_after_ctrl_c_waits_again_for_the_last_export(make_rank, monkeypatch):

@@ -14,7 +14,7 @@ from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, Finished, own_lines
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
-from zerowatch.runtime.monitor.otel_spans import is_sampled, span_id_of, trace_id_of
+from zerowatch.runtime.monitor.otel_spans import is_sampled, trace_id_of
 
 pytestmark = pytest.mark.jobs
 
@@ -96,8 +96,7 @@ def test_a_trace_has_one_root_and_every_parent_is_in_it(job):
         assert len(ids) == len(spans)
         assert len(parents) == len(spans) - 1
         assert set(parents) <= ids
-        above = span_id_of(RUN, step, 0, attempt="0.0")
-        assert job.of(1, step)[0].parent_span_id == above.to_bytes(8, "big")
+        assert job.of(1, step)[0].parent_span_id == job.of(0, step)[0].span_id
 
 
 def test_a_step_has_spans_for_its_phases_and_each_of_its_collectives(job):

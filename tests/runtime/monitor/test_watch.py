@@ -122,6 +122,10 @@ HOOKS = [
 ]
 
 
+# At exit, once the server has closed.
+LAST_EXPORT = [("otel.wait_for_end",), ("otel.give_up",)]
+
+
 def test_a_run_that_ends_in_good_order_closes_its_parts_in_the_order_of_the_data() -> None:
     job = Job()
 
@@ -265,10 +269,11 @@ def test_ctrl_c_is_no_failure() -> None:
 
     assert "advisor.disable" not in job.names()
     assert ("sinks.close", "failed=False", "interrupted=True") in job.calls
-    assert job.calls[-3:] == [
+    assert job.calls[-5:] == [
         ("server.wait_for_final_scrape", "interrupted=True"),
         ("folder.withdraw_targets",),
         ("server.close",),
+        *LAST_EXPORT,
     ]
     assert job.value(training.RUN_ACTIVE) == 0
     assert job.value(training.RUN_END_INFO, "interrupted") == 1
@@ -285,6 +290,7 @@ def test_at_exit_the_process_waits_for_the_last_scrape() -> None:
         ("server.wait_for_final_scrape", "interrupted=False"),
         ("folder.withdraw_targets",),
         ("server.close",),
+        *LAST_EXPORT,
     ]
 
 
@@ -307,7 +313,7 @@ def test_a_close_after_a_failure_does_not_wait() -> None:
 
     job.watch.close(at_exit=True)
 
-    assert job.calls == [("server.close",)]
+    assert job.calls == [("server.close",), *LAST_EXPORT]
 
 
 def test_a_failure_by_a_fault_of_the_gpu_is_served_until_the_next_scrape() -> None:
@@ -320,7 +326,8 @@ def test_a_failure_by_a_fault_of_the_gpu_is_served_until_the_next_scrape() -> No
     job.calls.clear()
     job.watch.close(at_exit=True)
 
-    assert in_background == job.calls == [("server.wait_for_next_scrape",), ("server.close",)]
+    assert in_background == [("server.wait_for_next_scrape",), ("server.close",)]
+    assert job.calls == [*in_background, *LAST_EXPORT]
     assert job.value(training.RUN_ACTIVE) == 1
 
 
@@ -334,7 +341,7 @@ def test_the_targets_are_withdrawn_if_ctrl_c_ends_the_wait() -> None:
     with pytest.raises(KeyboardInterrupt):
         job.watch.close(at_exit=True)
 
-    assert job.names()[-2:] == ["folder.withdraw_targets", "server.close"]
+    assert job.names()[-3:] == ["folder.withdraw_targets", "server.close", "otel.give_up"]
 
 
 def test_the_metrics_log_and_the_ring_of_a_thread_that_did_not_end_stay() -> None:
@@ -354,6 +361,20 @@ def test_the_ring_of_a_thread_that_has_not_written_all_steps_stays() -> None:
 
     assert "metrics_log.close" in job.names()
     assert ("folder.close", "is_complete=False") in job.calls
+
+
+def test_a_change_of_memory_use_restarts_the_forecasts_and_the_peaks_of_the_next_sample() -> None:
+    calls: list[Any] = []
+    forecasts, hooks = Part("forecasts", calls), Part("hooks", calls)
+    memory = Part("memory", [], analysis=SimpleNamespace(forecasts=forecasts), hooks=hooks)
+    watch = Job(memory=memory).watch
+
+    watch.restart_forecasts(after_step=3, use="smaller")
+
+    assert calls == [
+        ("forecasts.restart", "after_step=3", "use=smaller"),
+        ("hooks.on_use_changed",),
+    ]
 
 
 def test_a_part_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
@@ -425,7 +446,7 @@ def test_a_failed_run_whose_close_ctrl_c_has_ended_stays_a_failed_one() -> None:
     assert ("sinks.close", "failed=True", "interrupted=False") in job.calls
     assert job.value(training.RUN_ACTIVE) == 1
     assert job.value(training.RUN_END_INFO, "exception") == 1
-    assert job.calls[-1] == ("server.close",)
+    assert job.calls[-3:] == [("server.close",), *LAST_EXPORT]
 
 
 def test_a_call_of_close_within_another_leaves_the_parts_to_it() -> None:

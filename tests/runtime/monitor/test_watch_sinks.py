@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,9 @@ from zerowatch.metrics.settings import load_settings
 from zerowatch.runtime.common import device_scalar
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
-from zerowatch.runtime.monitor.log_file import RETRY_SECONDS
-from zerowatch.runtime.monitor.watch_sinks import PATIENCE_SECONDS, WatchSinks
+from zerowatch.runtime.monitor import watch_sinks as watch_sinks_module
+from zerowatch.runtime.monitor.log_file import RETRY_SECONDS, LogFile
+from zerowatch.runtime.monitor.watch_sinks import BYTES_AT_ONCE, PATIENCE_SECONDS, WatchSinks
 from zerowatch.runtime.sinks.sink import SinkRun
 
 
@@ -149,6 +150,142 @@ def test_lines_that_were_not_written_at_the_end_are_counted(
     assert "writer" in caplog.records[-1].message
 
 
+class BlockedText:
+    """A value whose text is made once `release` is set."""
+
+    def __init__(self) -> None:
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __str__(self) -> str:
+        self.entered.set()
+        assert self.release.wait(60)
+        return "text"
+
+
+def test_all_lines_of_a_loop_without_other_work_are_written_by_few_writes(
+    tmp_path: Path, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinks, blocked, writes = watch_sinks(tmp_path, fail_open), BlockedText(), []
+    append_all = LogFile.append_all
+
+    def append(log: LogFile, lines: Sequence[bytes]) -> None:
+        writes.append(len(lines))
+        append_all(log, lines)
+
+    monkeypatch.setattr(LogFile, "append_all", append)
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    for number in range(1, 10_000):
+        sinks.log_values({"loss": 0.5}, number)
+    blocked.release.set()
+    sinks.close()
+
+    assert [line["step"] for line in logged(tmp_path)] == list(range(10_000))
+    assert sinks.dropped_lines == 0
+    assert len(writes) == 1
+
+
+def test_lines_that_wait_are_written_before_they_take_much_memory(
+    tmp_path: Path, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinks, blocked, writes = watch_sinks(tmp_path, fail_open), BlockedText(), []
+    monkeypatch.setattr(LogFile, "append_all", lambda _, lines: writes.append(len(lines)))
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    for number in range(4):
+        sinks.log_values({"text": "x" * (BYTES_AT_ONCE // 2)}, number)
+    blocked.release.set()
+    sinks.close()
+
+    assert writes == [3, 2]
+
+
+def test_lines_beyond_the_limit_are_counted_and_the_reason_is_logged(
+    tmp_path: Path,
+    fail_open: FailOpen,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(watch_sinks_module, "MAX_LINES", 5)
+    sinks, blocked = watch_sinks(tmp_path, fail_open), BlockedText()
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    for number in range(1, 9):
+        sinks.log_values({"loss": 0.5}, number)
+    blocked.release.set()
+    sinks.close()
+
+    assert [line["step"] for line in logged(tmp_path)] == list(range(6))
+    assert sinks.dropped_lines == 3
+    [message] = caplog.messages
+    assert "5 records late" in message
+    assert "log_values" in message and "run_log.folder" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"), [("x" * 40, 40), ({"samples": "xx"}, 50), (torch.zeros(2), 50)]
+)
+def test_long_values_may_wait_as_long_as_their_memory_is_limited(
+    tmp_path: Path,
+    fail_open: FailOpen,
+    monkeypatch: pytest.MonkeyPatch,
+    value: object,
+    num_bytes: int,
+) -> None:
+    monkeypatch.setattr(watch_sinks_module, "MAX_BYTES", 3 * num_bytes)
+    monkeypatch.setattr(watch_sinks_module, "UNKNOWN_BYTES", 50)
+    sinks, blocked = watch_sinks(tmp_path, fail_open), BlockedText()
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    for number in range(1, 6):
+        sinks.log_values({"value": value}, number)
+    sinks.log_values({"loss": 0.5}, 6)
+    num_dropped = sinks.dropped_lines
+    blocked.release.set()
+    wait_for_thread(sinks)
+    sinks.log_values({"value": value, "loss": 0.5}, 9)
+    sinks.close()
+
+    assert (num_dropped, sinks.dropped_lines) == (2, 2)
+    assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 6, 9]
+
+
+def test_numbers_that_wait_are_limited_by_the_number_of_lines_only(
+    tmp_path: Path, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_sinks_module, "MAX_BYTES", 1)
+    sinks, blocked = watch_sinks(tmp_path, fail_open), BlockedText()
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    for number in range(1, 4):
+        values = {"loss": 0.5, "tensor": torch.tensor(1.0), "best": None, "is_best": True}
+        sinks.log_values(values, number)
+    blocked.release.set()
+    sinks.close()
+
+    assert [line["step"] for line in logged(tmp_path)] == list(range(4))
+
+
+def test_the_lines_of_a_write_that_does_not_return_are_counted(
+    tmp_path: Path,
+    fail_open: FailOpen,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sinks, entered, release = watch_sinks(tmp_path, fail_open), threading.Event(), threading.Event()
+    monkeypatch.setattr(LogFile, "append_all", lambda *_: (entered.set(), release.wait(60)))
+    sinks.log_values({"loss": 1.0}, 1)
+    assert entered.wait(60)
+    for number in (2, 3):
+        sinks.log_values({"loss": 1.0}, number)
+
+    sinks._lines.close(0.01)
+    release.set()
+
+    assert sinks.dropped_lines == 3
+    assert "3 record(s)" in caplog.messages[-1]
+
+
 def test_only_rank_0_writes(tmp_path: Path, fail_open: FailOpen) -> None:
     sinks, sink = watch_sinks(tmp_path, fail_open, rank=1), ThreadSink()
 
@@ -262,9 +399,15 @@ def log_and_wait(sinks: WatchSinks, steps: range) -> None:
     """Log a value for each step, and wait until the thread has handled all of them."""
     for number in steps:
         sinks.log_values({"loss": 1.0, "text": "x" * 50}, number)
-    handled = threading.Event()
-    sinks._lines.enqueue_call(handled.set)
-    assert handled.wait(60)
+    wait_for_thread(sinks)
+
+
+def wait_for_thread(sinks: WatchSinks) -> None:
+    """Wait until the thread has handled and written all lines."""
+    for _ in range(2):  # between both, nothing waits, so the thread writes
+        handled = threading.Event()
+        sinks._lines.enqueue_call(handled.set)
+        assert handled.wait(60)
 
 
 def lines_of(folder: Path) -> list[str]:
@@ -370,6 +513,28 @@ def test_a_value_on_a_device_is_copied_without_a_wait_and_written_once_it_has_ar
     assert before == []
     assert logged(tmp_path)[0]["values"] == {"loss": 2.5}
     assert not fail_open.failures
+
+
+def test_lines_are_written_before_the_thread_waits_for_a_device_that_may_hang(
+    tmp_path: Path, fail_open: FailOpen, cuda: FakeCuda
+) -> None:
+    written: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        written.append(len(lines_of(tmp_path)))
+        cuda.synchronize()
+
+    sinks, blocked = watch_sinks(tmp_path, fail_open, sleep=sleep), BlockedText()
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    cuda.current.run(20)
+    sinks.log_values({"lr": 0.1}, 1)
+    sinks.log_values({"loss": torch.tensor(2.5).as_subclass(OnDevice)}, 2)
+    blocked.release.set()
+    sinks.close()
+
+    assert written == [2]
+    assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2]
 
 
 def test_the_thread_is_prepared_for_the_device_before_it_asks_for_a_value_there(

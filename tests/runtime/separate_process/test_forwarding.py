@@ -45,6 +45,7 @@ from zerowatch.runtime.separate_process.forwarding import (
     ForwardedRunFolder,
     ForwardedServer,
     Forwarder,
+    MonitoringProcess,
 )
 from zerowatch.runtime.separate_process.messages import OpenedRun, Peers, StoreAddress
 from zerowatch.runtime.separate_process.wire import GroupSender
@@ -84,6 +85,21 @@ def test_a_run_that_failed_by_a_fault_of_its_gpu_waits_for_the_next_scrape() -> 
     ForwardedServer(process, linger_seconds=30.0).wait_for_next_scrape()
 
     assert calls == [("next scrape", None), 40.0]
+
+
+def test_the_other_process_is_informed_whether_the_script_waits_for_the_last_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+    process = object.__new__(MonitoringProcess)
+    monkeypatch.setattr(process, "send", lambda *message: calls.append(message))
+    monkeypatch.setattr(process, "wait_for_exit", calls.append)
+    server = ForwardedServer(process, linger_seconds=30.0)
+
+    server.close_after_final_scrape(lambda: None)
+    server.wait_for_final_scrape(interrupted=True)
+
+    assert calls == [("linger", (False, False)), ("linger", (True, True)), 40.0]
 
 
 def test_counters_are_sent_as_increments_and_ended_series_once() -> None:

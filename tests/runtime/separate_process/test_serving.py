@@ -196,7 +196,7 @@ class Served:
     def end(self) -> Snapshot:
         """End the watch in good order, and return the last values."""
         self.connection.send(("end", None))
-        self.connection.send(("linger", False))
+        self.connection.send(("linger", (False, True)))
         self.join()
         [last] = self.named("ended")
         return last
@@ -568,6 +568,21 @@ def test_a_fault_of_a_gpu_that_ended_the_run_is_served_until_the_next_scrape(
     assert waits.is_set()
     [last] = served.named("ended")
     assert last.value(devices.DEVICE_XID_ERRORS, "cuda:0", "79") == 1
+
+
+@pytest.mark.parametrize("is_exit", [False, True])
+def test_the_wait_for_the_last_scrape_is_announced_only_if_the_script_waits_for_it(
+    served: Served, is_exit: bool
+) -> None:
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
+    waits: list[dict[str, bool]] = []
+    served.monitor._server.wait_for_final_scrape = lambda **how: waits.append(how)
+
+    served.connection.send(("end", None))
+    served.connection.send(("linger", (False, is_exit)))
+    served.join()
+
+    assert waits == [{"interrupted": False, "announces": is_exit}]
 
 
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:
