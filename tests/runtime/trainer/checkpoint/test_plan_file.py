@@ -263,7 +263,7 @@ def resuming(folder: Path, given: dict[str, Any]) -> tuple[CheckpointManager, En
     holder = EngineHolder(
         engine, given, host_group=ALONE, metrics=metrics, make_engine=None, run_end=run_end
     )
-    data: Any = None
+    data: Any = SimpleNamespace(set_start=lambda start: None)
     return CheckpointManager(holder, runner, data, ALONE, background=False), holder, runner
 
 
