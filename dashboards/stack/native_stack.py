@@ -121,7 +121,8 @@ def process_of(child: Child) -> psutil.Process | None:
     try:
         process = psutil.Process(child.pid)
         same_start = abs(process.create_time() - child.started) < _START_TOLERANCE_SECONDS
-        is_ours = same_start and _ends_with(process.cmdline(), child.command[1:])
+        command = process.cmdline()  # empty until the kernel has set it, after the start
+        is_ours = same_start and (not command or _ends_with(command, child.command[1:]))
     except psutil.Error:
         return None
     return process if is_ours and process.status() != psutil.STATUS_ZOMBIE else None

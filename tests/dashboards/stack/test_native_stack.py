@@ -428,6 +428,16 @@ def test_a_process_with_a_reused_pid_is_not_recognized() -> None:
     )
 
 
+def test_a_process_whose_arguments_are_not_known_yet_is_recognized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = psutil.Process()
+    ours = Child(name="x", pid=own.pid, started=own.create_time(), command=["x", "60"])
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [])
+
+    assert process_of(ours) is not None
+
+
 def test_a_program_started_by_a_script_on_path_is_recognized(tmp_path: Path) -> None:
     script = tmp_path / "prometheus"
     script.write_text('#!/bin/sh\nexec sleep "$@"\n')
@@ -438,8 +448,7 @@ def test_a_program_started_by_a_script_on_path_is_recognized(tmp_path: Path) -> 
         started = psutil.Process(process.pid)
         ours = Child(name="x", pid=process.pid, started=started.create_time(), command=command)
         became = eventually(lambda: started.name() == "sleep", pause=0.02)
-        # The kernel sets a program's name before its arguments.
-        is_ours = eventually(lambda: process_of(ours) is not None, pause=0.02)
+        is_ours = process_of(ours) is not None
         process.terminate()
 
     assert became

@@ -70,7 +70,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     device = FakeCuda(ManualClock())
     device.patch(monkeypatch)
     monkeypatch.setattr(device_scalar, "_slots", {})
-    empty = torch.empty
+    with torch.device("cpu"):  # its first use notes the functions that it is for: torch's own
+        empty = torch.empty
+        empty(0)
     monkeypatch.setattr(  # a machine without a device has no pinned memory
         torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options)
     )
