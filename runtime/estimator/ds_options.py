@@ -59,6 +59,10 @@ class DsOptions:
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
         torch_adam: Whether DeepSpeed creates torch's Adam instead of its own.
+        low_precision_master: Whether a key for master weights in 16 bits is set, also if its
+            precision is not enabled.
+        sums_gradients: Whether gradients are summed over the ranks, not averaged.
+        scales_before_reduction: Whether they are divided before the reduction, at least in part.
         immediate_grad_update: Whether BF16_Optimizer adds each gradient to its sums at once.
         pin_optimizer: Whether the configuration pins the offloaded optimizer's tensors.
         pin_param: Whether it pins offloaded parameters.
@@ -83,6 +87,8 @@ class DsOptions:
     managed_accumulation: bool = True
     low_precision_master: bool = False
     low_precision_states: bool = False
+    sums_gradients: bool = False
+    scales_before_reduction: bool = False
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     use_multi_rank_bucket_allreduce: bool = True
@@ -188,6 +194,7 @@ def options_from(reader: ConfigReader, stage: int) -> DsOptions:
         needs_cpu_optimizer=stage == 0 and _needs_cpu_optimizer(reader),
         **_zero_options(reader.zero(), stage),
         managed_accumulation=reader.flag("managed_gradient_accumulation", True),
+        **_reduction(reader),
         set_keys=frozenset(reader.zero().block),
         unmodeled=_unmodeled(reader.block),
     )
@@ -213,6 +220,16 @@ def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
         "low_precision_master": fp16.flag("fp16_master_weights_and_grads")
         or bf16.flag("bf16_master_weights_and_grads"),
         "low_precision_states": bf16.flag("bf16_optimizer_states"),
+    }
+
+
+def _reduction(reader: ConfigReader) -> dict[str, Any]:
+    operation = reader.choice("gradient_allreduce_op", {"mean": "mean", "sum": "sum"}, "mean")
+    is_prescaled = reader.flag("prescale_gradients")
+    factor = reader.number("gradient_predivide_factor", 1.0)
+    return {
+        "sums_gradients": operation == "sum",
+        "scales_before_reduction": is_prescaled or factor != 1.0,
     }
 
 

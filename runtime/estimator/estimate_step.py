@@ -231,6 +231,50 @@ def _check_stage(options: DsOptions, origin: str) -> None:
             f"{origin}: zero_optimization.compute_grad_norm is false, which DeepSpeed rejects "
             f"{reason}"
         )
+    if options.low_precision_states and not options.low_precision_master:  # runtime/config.py:714
+        raise DsConfigError(
+            f"{origin}: bf16.bf16_optimizer_states is true, which needs "
+            "bf16_master_weights_and_grads; set both, or none"
+        )
+    if reason := _needs_wide_master(options):
+        raise UnsupportedStageError(
+            f"{origin}: fp16_master_weights_and_grads or bf16_master_weights_and_grads is true, "
+            f"which DeepSpeed rejects {reason}"
+        )
+    if options.sums_gradients and options.stage == 3:  # runtime/config.py:694
+        raise UnsupportedStageError(
+            f"{origin}: gradient_allreduce_op is sum, which DeepSpeed rejects at stage 3; remove "
+            "it, or use a lower stage"
+        )
+    if _scales_before_reduce_scatter(options):
+        raise UnsupportedStageError(
+            f"{origin}: prescale_gradients or gradient_predivide_factor is set, which DeepSpeed "
+            f"rejects at stage {options.stage} with reduce_scatter (true by default); remove it, "
+            "or set zero_optimization.reduce_scatter to false"
+        )
+
+
+def _needs_wide_master(options: DsOptions) -> str:
+    """Return where DeepSpeed rejects master weights in 16 bits, and what to do; else nothing."""
+    if not options.low_precision_master:
+        return ""
+    if options.stage == 0:  # runtime/config.py:702
+        return "at stage 0; remove it, or use ZeRO"
+    # BF16_Optimizer ignores the key. Else see runtime/base_optimizer.py:507.
+    in_place = options.low_precision_states or options.offloads_optimizer
+    if in_place or options.uses_bf16_optimizer:
+        return ""
+    return (
+        "without zero_optimization.offload_optimizer; set that, or, for bf16, "
+        "bf16_optimizer_states too"
+    )
+
+
+def _scales_before_reduce_scatter(options: DsOptions) -> bool:
+    """Whether DeepSpeed rejects it: zero/stage_1_and_2.py:346, zero/stage3.py:392."""
+    if not options.scales_before_reduction or not options.reduce_scatter:
+        return False
+    return options.stage == 3 or (options.stage == 2 and not options.sums_gradients)
 
 
 def _needs_norm(options: DsOptions) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 
@@ -102,8 +102,7 @@ def facts_of(summary: RunSummary) -> Iterator[str]:
         hosts = f" on {len(facts.hosts)} hosts" if len(facts.hosts) > 1 else ""
         yield f"{facts.world_size} rank{'' if facts.world_size == 1 else 's'}{hosts}"
     if info:
-        stage = "none" if info["zero_stage"] == "none" else f"ZeRO {info['zero_stage']}"
-        yield _listed(stage, info["accelerator"], info["backend"])
+        yield _listed(info, {"zero_stage": "ZeRO ", "accelerator": "", "backend": ""})
     if facts.started is not None:
         yield f"{datetime.fromtimestamp(facts.started, UTC):%Y-%m-%d %H:%M} UTC"
         if facts.ended is not None:
@@ -111,17 +110,17 @@ def facts_of(summary: RunSummary) -> Iterator[str]:
     if facts.attempts > 1:
         yield f"{facts.attempts} attempts"
     if info:
-        deepspeed = info["deepspeed"]
-        yield _listed(
-            f"torch {info['torch']}",
-            "none" if deepspeed == "none" else f"deepspeed {deepspeed}",
-            f"zerowatch {info['version']}",
-        )
+        names = {"torch": "torch ", "deepspeed": "deepspeed ", "version": "zerowatch "}
+        yield _listed(info, names)
 
 
-def _listed(*facts: str) -> str:
-    """Join facts; a run without DeepSpeed or a process group has "none" for some."""
-    return ", ".join(fact for fact in facts if fact != "none")
+def _listed(info: Mapping[str, str], prefixes: Mapping[str, str]) -> str:
+    """Join facts. Those that are "none" are left out, and those that a damaged log lacks."""
+    return ", ".join(
+        f"{prefix}{info[name]}"
+        for name, prefix in prefixes.items()
+        if info.get(name, "none") != "none"
+    )
 
 
 def headline_figures(summary: RunSummary) -> Iterator[tuple[str, str, str]]:

@@ -88,8 +88,9 @@ EARLY_END_INTERVALS = 3
 # A rank that was killed has no collectives and no memory of its last second; this leaves room.
 UNRECORDED_SECONDS = 5.0
 _NO_METRICS = (
-    "Its monitoring process had ended (process.separate; the log of the script says why), or the "
-    "metrics could not be written"
+    "Its monitoring process had ended (process.separate; the log of the script says why), the "
+    "metrics could not be written, or, in a script without DeepSpeed, it was killed while the "
+    "steps waited for the next read of the Flight Recorder"
 )
 OTHER_RATIO_HIGH = 0.5
 STEPS_OF_A_HUNDREDTH = 100  # fewer steps have no slowest hundredth
@@ -1016,8 +1017,7 @@ def _rank_row(steps: RankSteps, time: _RankTime, metrics: RecordedMetrics) -> Ra
 def _straggler(rank: RankMetrics) -> tuple[str | None, float | None]:
     """Return the phase in which a rank is slowest, and its median score over time."""
     scores: dict[str, float] = {}
-    for labels in rank.values(communication.STRAGGLER_SCORE.name):
-        phase = dict(labels)["phase"]
+    for phase in _by_label(rank, communication.STRAGGLER_SCORE, "phase"):
         _, values = rank.over_time(communication.STRAGGLER_SCORE.name, phase=phase)
         known = values[~np.isnan(values)]
         if known.size:
@@ -1094,8 +1094,9 @@ def _device_memory(steps: RankSteps, device: str, metrics: RecordedMetrics) -> D
 
 
 def _by_label(rank: RankMetrics, spec: MetricSpec, label: str, **labels: str) -> dict[str, float]:
-    """Return the last values of a metric by one of its labels."""
-    return {dict(key)[label]: value for key, value in rank.values(spec.name, **labels).items()}
+    """Return the last values of a metric by one of its labels; a damaged log may lack it."""
+    found = ((dict(key), value) for key, value in rank.values(spec.name, **labels).items())
+    return {names[label]: value for names, value in found if label in names}
 
 
 def _totals_by(
@@ -1121,6 +1122,8 @@ _DEVICE_EVENTS = {
     devices.DEVICE_ROW_REMAP.name: "row remaps",
     devices.DEVICE_LOST.name: "lost",
 }
+# Those that are 1 or 0. A later process on the host reports the same state, not one more.
+_DEVICE_STATES = frozenset((devices.DEVICE_ROW_REMAP.name, devices.DEVICE_LOST.name))
 # Faults of an earlier attempt, after which the run trained on.
 _PAST_SENTENCE = " The run trained on."
 _PAST_ADVICE = "Have the node checked before it is used again."
@@ -1176,7 +1179,9 @@ def _device_events(run: RecordedRun, metrics: RecordedMetrics) -> tuple[_DeviceE
                     device = printable(dict(key.labels).get("device", ""))
                     labels = tuple(printable(text) for name, text in key.labels if name != "device")
                     place = (number, host, device, key.name, labels)
-                    counts[place] = counts.get(place, 0.0) + value
+                    before = counts.get(place, 0.0)
+                    is_state = key.name in _DEVICE_STATES
+                    counts[place] = max(before, value) if is_state else before + value
                     if is_present:
                         present.add(place)
     return tuple(
@@ -1503,19 +1508,24 @@ def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
 
 
 def last_loss(steps: RankSteps) -> float | None:
-    """Return the mean of the last losses of a rank; None if none is known.
+    """Return the mean of the losses of a rank in its last steps; None if none is known.
 
-    It is NaN if one of them was not finite: the mean of the others would hide that.
+    A rank that records each tenth step has one of them. Of a long run that is read with several
+    steps per row, the mean is that of the rows with these steps. It is NaN if one of the losses was
+    not finite: the mean of the others would hide that.
     """
     losses, is_bad = steps.column("loss"), steps.column("nonfinite_loss") > 0
-    known = np.where(is_bad, np.nan, losses)[is_bad | ~np.isnan(losses)]
+    is_known = is_bad | ~np.isnan(losses)
+    known = np.where(is_bad, np.nan, losses)[is_known]
     if not known.size:
         return None
-    return float(known[-num_last_steps(known.size) :].mean())
+    num, numbers = num_last_steps(known.size * steps.steps_per_row), steps.column("step")[is_known]
+    is_last = numbers[-num:] > numbers[-1] - num
+    return float(known[-num:][is_last].mean())
 
 
 def num_last_steps(num: float) -> int:
-    """Return over how many of the steps with a loss the last loss is the mean.
+    """Return over how many of the last steps the last loss is the mean.
 
     Args:
         num: Number of steps with a loss.
@@ -1704,18 +1714,23 @@ def _first_nonfinite(ranks: Collection[RankSteps]) -> tuple[str, bool]:
     """
     firsts: list[tuple[int, float, int, RankSteps]] = []
     for steps in ranks:
-        rows = np.flatnonzero(steps.column("nonfinite_loss") > 0)
-        if rows.size:
-            row, step, ended_at = int(rows[0]), steps.column("step"), steps.column("ended_at")
+        bad = np.flatnonzero(steps.column("nonfinite_loss") > 0)
+        if bad.size:
+            row, step, ended_at = int(bad[0]), steps.column("step"), steps.column("ended_at")
             firsts.append((int(step[row]), float(ended_at[row]), row, steps))
     if not firsts:
         return "", False
     latest = min(ended_at for _, ended_at, _, _ in firsts) + MAX_LAG_SECONDS
     early = [(step, row, steps) for step, ended_at, row, steps in firsts if ended_at <= latest]
     first = min(step for step, _, _ in early)
-    same = [(steps.first_possible_step(row), steps) for step, row, steps in early if step == first]
+    rows = [(row, steps) for step, row, steps in early if step == first]
+    same = [(steps.first_possible_step(row), steps) for row, steps in rows]
     exact = [(begin, steps) for begin, steps in same if begin == first]
-    full_ranks = {steps.rank for steps in ranks if not steps.was_thinned}
+    # An elastic job may have had more ranks before, and may have more later.
+    world_size = max(int(steps.column("world_size")[row]) for row, steps in rows)
+    full_ranks = {
+        steps.rank for steps in ranks if steps.rank < world_size and not steps.was_thinned
+    }
     is_of_all = bool(full_ranks) and full_ranks <= {steps.rank for _, steps in exact}
     same = exact if is_of_all else same
     begin, size = min(begin for begin, _ in same), same[0][1].steps_per_row

@@ -389,6 +389,8 @@ def test_gradients_summed_in_another_data_type_need_zero(precision, model):
 
 
 CPU, ADAM, NO_CLIPPING = {"device": "cpu"}, {"type": "AdamW"}, {"gradient_clipping": 0}
+NARROW = {"bf16_master_weights_and_grads": True}
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize(
@@ -409,6 +411,18 @@ CPU, ADAM, NO_CLIPPING = {"device": "cpu"}, {"type": "AdamW"}, {"gradient_clippi
         ({"offload_optimizer": CPU}, {"zero_force_ds_cpu_optimizer": False}, []),
         ({"offload_optimizer": CPU}, {"optimizer": {"type": "SGD"}}, []),
         ({"offload_optimizer": CPU}, {"optimizer": {**ADAM, "params": {"torch_adam": True}}}, []),
+        ({}, {"bf16": {"enabled": True, **NARROW}}, [0, 1, 2, 3]),  # master weights on the GPU
+        ({}, {"bf16": {"enabled": True, **NARROW, "bf16_optimizer_states": True}}, [0]),
+        ({}, {"bf16": {"enabled": True, **NARROW}, **SUMS_IN_FP32}, [0, 2, 3]),
+        ({"offload_optimizer": CPU}, {"bf16": {"enabled": True, **NARROW}}, [0]),
+        ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, [0, 1, 2, 3]),
+        ({"offload_optimizer": CPU}, {"fp16": {"fp16_master_weights_and_grads": True}}, [0]),
+        ({}, {"gradient_allreduce_op": "Sum"}, [3]),
+        ({}, {"gradient_allreduce_op": "mean", "gradient_predivide_factor": 1}, []),
+        ({}, {"prescale_gradients": True}, [2, 3]),
+        ({}, {"gradient_predivide_factor": 2}, [2, 3]),
+        ({}, {"prescale_gradients": True, "gradient_allreduce_op": "sum"}, [3]),
+        ({"reduce_scatter": False}, {"prescale_gradients": True}, []),
     ],
 )
 def test_stages_at_which_deepspeed_rejects_a_key_are_unsupported(zero, config, rejected):
@@ -420,6 +434,12 @@ def test_stages_at_which_deepspeed_rejects_a_key_are_unsupported(zero, config, r
             found.append(stage)
 
     assert found == rejected
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_optimizer_states_in_16_bits_need_master_weights_in_16_bits_at_every_stage(stage):
+    with pytest.raises(DsConfigError, match="needs bf16_master_weights_and_grads"):
+        estimate({"stage": stage}, bf16={"enabled": True, "bf16_optimizer_states": True})
 
 
 def test_an_optimizer_of_deepspeed_for_the_cpu_works_without_zero_on_cpu():

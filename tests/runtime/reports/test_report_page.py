@@ -79,6 +79,20 @@ def test_the_facts_of_one_process_without_deepspeed_name_neither_a_stage_nor_a_b
     assert (ranks, hardware, versions) == ("1 rank", "cpu", "torch 2.13.0, zerowatch 0.1.0")
 
 
+def test_a_log_whose_facts_are_damaged_has_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    with RecordedRank(tmp_path, 0) as rank:
+        rank.recorder.set_info(
+            training.RUN_INFO, "run", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "1"
+        )
+    log = tmp_path / "metrics-0.jsonl"
+    log.write_text(log.read_text().replace("deepspeed", "deep peed"))
+
+    *_, versions = facts_of(summary_of(tmp_path))
+
+    assert versions == "torch 2.13.0, zerowatch 0.1.0"
+
+
 def charts_by_name(folder: Path) -> dict[str, Chart]:
     charts = charts_of(read_run(folder), read_metrics(folder, CHART_SERIES))
     return {chart.name: chart for chart in charts}

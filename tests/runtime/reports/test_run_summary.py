@@ -96,6 +96,27 @@ def test_the_bubble_of_a_pipeline_is_the_wait_of_its_stages(tmp_path: Path) -> N
     assert "gradient_accumulation_steps" in summary.findings[0].advice
 
 
+@pytest.mark.parametrize("label", ["phase", "category", "state", "symptom", "group", "device"])
+def test_a_log_with_a_damaged_label_has_a_summary(tmp_path: Path, label: str) -> None:
+    folder = write_run(tmp_path / "run")
+    with RecordedRank(folder, 0) as rank:
+        record_metrics(rank.recorder)
+        rank.recorder.set(memory.MEMORY_LEAK, 1e6, "cpu", "other")
+        rank.recorder.set(tuner.TUNER_STATE, 1, "observe")
+        rank.recorder.set(tuner.TUNER_SYMPTOM, 0.5, "data_bound")
+        rank.recorder.set(communication.COMM_LINK_BANDWIDTH, 1e9, "dp")
+        rank.recorder.set(communication.COMM_LINK_BEST_BANDWIDTH, 2e9, "dp")
+        rank.recorder.set(devices.DEVICE_LOST, 1, "cpu")
+    log = folder / "metrics-0.jsonl"
+    text = log.read_text()
+    log.write_text(re.sub(rf"\b{label}\b", f"{label[:-1]} ", text))
+
+    summary = summary_of(folder)
+
+    assert log.read_text() != text
+    assert summary.figures["steps"] == 10
+
+
 def test_a_job_without_stages_has_no_bubble(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with RecordedRank(folder, 0) as rank:
@@ -1439,6 +1460,15 @@ def test_a_worn_out_gpu_that_a_restart_has_left_behind_is_a_warning(tmp_path: Pa
     assert finding.sentence.endswith(". The run trained on.")
 
 
+def test_a_gpu_whose_state_two_attempts_report_is_counted_once(tmp_path: Path) -> None:
+    readings = [LOST, XID_79, (devices.DEVICE_ROW_REMAP, 1.0, ("failed",))]
+
+    summary = run_with_restart(tmp_path / "run", readings, readings)
+
+    [device] = summary.devices
+    assert device.events == {"XID errors, 79": 2, "row remaps, failed": 1, "lost": 1}
+
+
 def test_lost_gpus_are_counted_in_one_sentence(tmp_path: Path) -> None:
     lost = [(devices.DEVICE_LOST, 1.0, ())]
 
@@ -1830,6 +1860,60 @@ def test_of_a_rank_that_records_each_tenth_step_the_first_that_was_not_finite_is
     assert ("earlier step on one of the 63 ranks" in finding.advice) is may_be_earlier
 
 
+def test_ranks_that_a_job_has_lost_before_do_not_hide_that_the_others_diverge_together(
+    tmp_path: Path,
+) -> None:
+    """Ranks 72, 80 and 88 record each step too, but only of the first attempt."""
+    attempts = ((96, 20), (72, 70))
+
+    summary = summary_of(
+        run_of_attempts(
+            tmp_path / "run",
+            *attempts,
+            record=lambda rank, step: step_record(step, nonfinite_loss=step >= 58),
+        )
+    )
+
+    [finding] = [each for each in summary.findings if each.name == "nonfinite_losses"]
+    assert "first in step 58 on 9 of the ranks" in finding.sentence
+    assert "earlier step on one of the" in finding.advice
+
+
+def test_ranks_that_join_a_job_later_do_not_hide_that_the_others_diverged_together(
+    tmp_path: Path,
+) -> None:
+    """The training goes on with nan, and with ranks 72, 80 and 88."""
+    summary = summary_of(
+        run_of_attempts(
+            tmp_path / "run",
+            *((72, 60), (96, 70)),
+            record=lambda rank, step: step_record(step, nonfinite_loss=step >= 58),
+        )
+    )
+
+    [finding] = [each for each in summary.findings if each.name == "nonfinite_losses"]
+    assert "first in step 58 on 9 of the ranks" in finding.sentence
+    assert "earlier step on one of the" in finding.advice
+
+
+def test_a_rank_with_a_slow_clock_has_not_left_before_the_loss_that_was_not_finite(
+    tmp_path: Path,
+) -> None:
+    """Rank 8 is finite up to the end of the run, so not all ranks diverge together."""
+    folder = run_of_attempts(
+        tmp_path / "run",
+        (72, 60),
+        record=lambda rank, step: step_record(step, nonfinite_loss=step >= 58 and rank != 8),
+    )
+    run = read_run(folder)
+    run.ranks[8].columns["ended_at"][:] -= 20.0
+
+    summary = summarize(run, read_metrics(folder))
+
+    [finding] = [each for each in summary.findings if each.name == "nonfinite_losses"]
+    assert "earlier step on one of the" not in finding.advice
+
+
 @pytest.mark.parametrize(("ranks", "num_thinned"), [(64, None), (72, 63)])
 def test_a_note_says_on_how_many_ranks_a_loss_that_was_not_finite_may_be_unrecorded(
     tmp_path: Path, ranks: int, num_thinned: int | None
@@ -1859,6 +1943,31 @@ def test_the_first_step_of_folded_rows_that_was_not_finite_is_a_range(tmp_path: 
     last = -(-501 // size) * size
     assert size > 1
     assert f"first in the {size} recorded steps up to step {last} on rank 1." in summary.verdict
+
+
+def test_the_loss_of_folded_rows_is_that_of_the_last_ten_steps(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run", steps=1000, record=lambda rank, step: step_record(step, loss=step)
+    )
+
+    run = read_run(folder, max_values=20_000)
+    loss = summarize(run, read_metrics(folder)).figures["loss"]
+
+    size = run.ranks[0].steps_per_row
+    assert size > 1
+    assert loss == pytest.approx(sum(range(991, 1001)) / 10, abs=size)
+
+
+def test_of_ranks_that_record_each_tenth_step_the_last_loss_is_of_the_last_ten_steps_too(
+    tmp_path: Path,
+) -> None:
+    folder = run_of_attempts(
+        tmp_path / "run", (72, 200), record=lambda rank, step: step_record(step, loss=step)
+    )
+
+    loss = summary_of(folder).figures["loss"]
+
+    assert loss == pytest.approx((9 * 195.5 + 63 * 200) / 72)  # 9 ranks record each step
 
 
 @pytest.mark.parametrize(("kept", "step_seconds"), [(5, (10 * 0.5 + 5 * 2) / 15), (4, 0.5)])
@@ -2228,6 +2337,8 @@ def test_a_rank_whose_last_steps_have_no_collectives_is_named(
     assert [each for each in summary.problems if each.startswith(says)] == list(
         summary.problems[:num_problems]
     )
+    causes = ("process.separate", "Flight Recorder")
+    assert all(cause in each for each in summary.problems[:num_problems] for cause in causes)
     num_left_out = num_missing if num_problems else 0
     assert summary.collectives[0].calls_per_step == pytest.approx(
         2 * (400 - num_missing) / (400 - num_left_out)
