@@ -76,10 +76,12 @@ class StepRecord:
     the host, and `phases_are_host_times` is True. It is False on CPU.
 
     Memory and devices: `memory_bytes` and `device_readings` are keyed by device, then by state or
-    reading. The catalog metric of a key states its unit. The peaks in `memory_bytes`
-    cover the time since the previous record with peaks. `micro_batch_shapes` are the distinct
-    micro-batches since that record, each as samples and length. `oom_risk_ratio` is the last
-    computed risk by device.
+    reading. The catalog metric of a key states its unit. The peaks in `memory_bytes` cover the
+    time since the previous record with peaks. If a TrainingRun has changed its memory use in that
+    time, as by other micro-batches, `peak_bytes_since_change` has the peaks of allocated memory
+    since the last change, by device; else it is empty. `micro_batch_shapes` are the distinct
+    micro-batches since that change or record, each as samples and length. `oom_risk_ratio` is the
+    last computed risk by device.
 
     Generation: `generation` has the calls of `generate` before the step, or None if there were
     none. Their time is the phase `generate`. The peaks in `memory_bytes` do not contain them.
@@ -125,6 +127,7 @@ class StepRecord:
     comm_seconds_is_upper_bound: bool = False
     generation: GenerationTotals | None = None
     phases_are_host_times: bool = False
+    peak_bytes_since_change: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def training_seconds(self) -> float:

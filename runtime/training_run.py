@@ -493,8 +493,10 @@ class TrainingRun:
                 undamaged checkpoint before it. By default this is done only if the launcher
                 restarts the job, as `zerowatch run --max-restarts` does. All ranks must allow it.
             data: Whether to load the position in `loader`'s data; the same on all ranks. False
-                leaves the loader where it is, such as for other data. A run that `zerowatch run`
-                restarts after its next save goes on where it was in that data.
+                leaves the loader where it is: before its first batch such as for other data, later
+                to leave out the batches since the checkpoint. If it was False before the first
+                batch, a run that `zerowatch run` restarts after its next save goes on where it was
+                in that data.
 
         Returns:
             The step after which training resumes; None if there is no checkpoint yet. The caller's

@@ -183,8 +183,9 @@ class RawStep:
             comm_seconds=comm.comm_seconds,
             comm_seconds_is_upper_bound=comm.is_upper_bound,
             comm_exposed_seconds=comm.exposed_seconds if comm.is_exposed_known else None,
-            memory_bytes=memory.readings if memory else {},
+            memory_bytes=memory.readings_with_earlier_peaks() if memory else {},
             micro_batch_shapes=[(s.samples, s.length) for s in memory.shapes] if memory else (),
+            peak_bytes_since_change=memory.peak_bytes_since_change() if memory else {},
             oom_risk_ratio=oom_risk_ratio,
             device_readings=device_readings,
             comm_exposed_phase_seconds=(

@@ -40,8 +40,7 @@ class StepMemorySample:
             Empty if nothing was generated.
         shapes: Distinct micro-batch shapes in the same time.
         earlier_peaks: The peaks of the steps before the last change of memory use, which no sample
-            covers, by device and state. Empty if memory use has not changed. They are metrics only:
-            records of steps lack them.
+            covers, by device and state. Empty if memory use has not changed.
         trained_only: Whether neither an evaluation nor a checkpoint ran in the same time.
         detail: Phases and categories, if the step was sampled in detail.
     """
@@ -52,6 +51,26 @@ class StepMemorySample:
     earlier_peaks: Readings = field(default_factory=dict)
     trained_only: bool = True
     detail: DetailedSample | None = None
+
+    def readings_with_earlier_peaks(self) -> Readings:
+        """Return the readings with the peaks of all steps since the previous sample."""
+        if not self.earlier_peaks:
+            return self.readings
+        return {
+            device: {
+                state: max(value, self.earlier_peaks.get(device, {}).get(state, value))
+                for state, value in states.items()
+            }
+            for device, states in self.readings.items()
+        }
+
+    def peak_bytes_since_change(self) -> Reading:
+        """Return the peaks of allocated memory since its use has changed, by device, if it has."""
+        return {
+            device: self.readings[device]["peak_allocated"]
+            for device, states in self.earlier_peaks.items()
+            if "peak_allocated" in states and "peak_allocated" in self.readings.get(device, {})
+        }
 
     def points(self, step: int) -> Mapping[str, PeakPoint]:
         """Return the readings as input of the forecasts, by device."""

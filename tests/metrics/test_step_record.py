@@ -117,6 +117,7 @@ def test_a_line_has_the_schema_the_rank_and_all_fields_and_null_for_no_number():
         "memory_bytes": {},
         "device_readings": {},
         "micro_batch_shapes": [],
+        "peak_bytes_since_change": {},
         "oom_risk_ratio": {},
         "comm_exposed_phase_seconds": EXPOSED,
         "comm_seconds_is_upper_bound": False,

@@ -87,6 +87,7 @@ class TrainingData:
         self._loaded: Mapping[str, Any] | None = None
         self._start, self._resumes = DataStart(), True  # `resume` of the loader
         self._num_used = 0  # batches that the loader had yielded when the last window ended
+        self._has_trained = False  # whether a window of this process had a batch of a loader
         # The first batch with the requested size and split; -1 if all batches have them.
         self._changed_from = -1
         self._last_end = perf_counter()
@@ -193,6 +194,8 @@ class TrainingData:
             collectives_inside: Whether the passes contain communication, as in ZeRO 2 and 3.
         """
         if self._loader is not None:
+            if self._loader.position > self._num_used:  # else the script has made the batch
+                self._has_trained = True
             self._num_used = self._loader.position
         now, before = perf_counter(), self._last_end
         self._last_end = now
@@ -247,8 +250,13 @@ class TrainingData:
         return self._start.is_requested or self._start.is_repeated or not self._resumes
 
     def set_start(self, start: DataStart) -> None:
-        """Set where the data starts; the present loader may have a request of its own."""
-        self._start = start
+        """Set where the data starts; the present loader may have a request of its own.
+
+        Once a batch of a loader was trained, a load only goes back to a checkpoint of this run, and
+        where the data of the run started stays.
+        """
+        if not self._has_trained:
+            self._start = start
 
     def position_to_load(self, state: Mapping[str, Any], start: DataStart) -> Mapping[str, Any]:
         """Return a saved state if it is to be loaded, and an empty one if the position is dropped.
@@ -259,15 +267,31 @@ class TrainingData:
             CheckpointError: The position was saved with other data than the loader's; raised on all
                 ranks.
         """
-        if self._loader is not None and state:
-            # After its first batch, a load goes back to a checkpoint of this run.
-            if not self._resumes and self._loader.position == 0:
-                start = replace(start, is_requested=True)
-            return self._position_to_load(self._loader, state, start, "Nothing was loaded")
-        if state and start.is_requested and not start.is_repeated:
-            self._log_dropped()
+        if not state:
+            return state
+        if self._loader is None:
+            if start.is_requested and not start.is_repeated:
+                self._log_dropped()
+                return {}
+            return state
+        # The streams of the ranks may differ in whether they have yielded a batch.
+        own = [self._has_trained, self._loader.position > 0]
+        gathered = self._host_group.all_gather(own).max(axis=0).astype(bool)
+        self._has_trained, has_yielded = gathered.tolist()
+        if self._has_trained and start.is_requested:
+            # Also in a run that was restarted: a script leaves out the batches that it has read
+            # since the checkpoint, such as those that made the loss rise.
+            if self._host_group.rank == 0:
+                logger.warning(
+                    "the position in the data is not loaded, because of data=False: the data goes "
+                    "on after the %d batches that the loader has yielded",
+                    self._loader.position,
+                )
             return {}
-        return state
+        # After its first batch, a load goes back to a checkpoint of this run.
+        if not self._resumes and not has_yielded:
+            start = replace(start, is_requested=True)
+        return self._position_to_load(self._loader, state, start, "Nothing was loaded")
 
     def load_state_dict(self, state: Mapping[str, Any], start: DataStart | None = None) -> None:
         """Set the loader to a saved position, now or when the loader is made.

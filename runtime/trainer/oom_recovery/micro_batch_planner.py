@@ -301,7 +301,7 @@ class PeakHistory:
 
     def _record(self, record: StepRecord) -> None:
         states = record.memory_bytes.get(self._device, {})
-        peak_bytes = states.get("peak_allocated")
+        peak_bytes = record.peak_bytes_since_change.get(self._device, states.get("peak_allocated"))
         if peak_bytes is None or not record.micro_batch_shapes:
             return
         self._limit_bytes = states.get("limit", self._limit_bytes)

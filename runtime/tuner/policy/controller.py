@@ -214,7 +214,8 @@ class Controller:
 
     def _on_speed_shift(self, speed: str) -> None:
         """Search again, because step times have changed."""
-        self._history.on_speed_shift(speed)
+        if self.state is not State.SAFE_MODE:
+            self._history.on_speed_shift(speed)
         self._num_idle = 0
         self._restart_observation()
 

@@ -190,11 +190,12 @@ class SearchHistory:
         If speeds alternated, every change would be tried again and again. Only the 1st, 2nd, 4th,
         8th... shift since the last accepted change therefore has an effect.
         """
-        logger.info("step times have become %s: rejected changes may be tried again", speed)
         self._num_shifts += 1
         if self._num_shifts & (self._num_shifts - 1) == 0:
-            self._rejected.pop(self.context, None)
-            self._failed.pop(self.context, None)
+            rejected = self._rejected.pop(self.context, None)
+            failed = self._failed.pop(self.context, None)
+            if rejected or failed:
+                logger.info("step times have become %s: rejected changes may be tried again", speed)
 
     @property
     def _known_best(self) -> Configuration | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -253,7 +253,9 @@ SUSPICION = 0.1
 # needs two sums. The deviations scaled down to this noise show large shifts early, but not those
 # smaller than the noise. The unscaled deviations show these later; what noise adds to their sum
 # grows with the variance. A shift of 5 % is detected after about 20 steps with noise of 2 %,
-# 70 with 4 %, 150 with 6 % and 400 with 10 %, with about one false alarm in 10,000 steps.
+# 70 with 4 %, 150 with 6 % and 400 with 10 %, with about one false alarm in 10,000 steps. If some
+# steps take longer than others, as every fourth one that updates averages of the weights, the mean
+# is not the median. Unscaled deviations from the median would then add up without a shift.
 USUAL_NOISE = 0.02
 MAX_NOISE = 0.15  # above it, the baseline is too uncertain for the sum of unscaled deviations
 MAX_DEVIATION = 0.15  # limit for the scaled deviation of one step, so that spikes are not a shift
@@ -265,19 +267,23 @@ class Cusum:
     def __init__(self) -> None:
         self._baseline: list[float] = []  # sorted
         self._scale = 1.0
+        self._median = self._mean = 0.0  # the mean is that of the deviations from the median
         self._scaled, self._unscaled = _Sums(), _Sums()
 
     def add(self, log_seconds: float) -> Shift | None:
         """Add the log of a step's time. Return the shift if one is detected, else None."""
         num = len(self._baseline)
         if num >= MIN_BASELINE_STEPS:
-            limit = MAX_DEVIATION / self._scale
-            deviation = min(max(log_seconds - self._baseline[num // 2], -limit), limit)
+            low, high = self._limits
+            deviation = min(max(log_seconds, low), high) - self._median
             self._scaled.add(deviation * self._scale)
-            self._unscaled.add(deviation)
-        weight = self._scale**2 if self._scale > USUAL_NOISE / MAX_NOISE else 0.0
-        slower = max(self._scaled.slower, self._unscaled.slower * weight)
-        faster = max(self._scaled.faster, self._unscaled.faster * weight)
+            # Each with the weight of its own time. After slow first steps, the mean is too high
+            # until the scale grows.
+            self._unscaled.add(deviation - self._mean, weight=self._scale**2)
+        if self._scale <= USUAL_NOISE / MAX_NOISE:
+            self._unscaled = _Sums()
+        slower = max(self._scaled.slower, self._unscaled.slower)
+        faster = max(self._scaled.faster, self._unscaled.faster)
         if max(slower, faster) >= ALARM:
             self._baseline.clear()
             self._scaled, self._unscaled = _Sums(), _Sums()
@@ -287,7 +293,26 @@ class Cusum:
             # Not only once: a spread of 20 steps is a third too high or too low by chance.
             if len(self._baseline) >= MIN_BASELINE_STEPS:
                 self._scale = min(1.0, USUAL_NOISE / max(self._spread, 1e-9))
+                self._median = self._baseline[len(self._baseline) // 2]
+                self._mean = self._mean_deviation()
         return None
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """The times between which a step counts in full."""
+        limit = MAX_DEVIATION / self._scale
+        return self._median - limit, self._median + limit
+
+    def _mean_deviation(self) -> float:
+        """Return the mean of the baseline's deviations, each within the limits.
+
+        The training thread calls this in each step until the baseline is complete, so it does not
+        compute each deviation.
+        """
+        (low, high), num = self._limits, len(self._baseline)
+        first, last = bisect_left(self._baseline, low), bisect_right(self._baseline, high)
+        total = first * low + sum(self._baseline[first:last]) + (num - last) * high
+        return total / num - self._median
 
     @property
     def _spread(self) -> float:
@@ -302,6 +327,6 @@ class _Sums:
     def __init__(self) -> None:
         self.slower = self.faster = 0.0
 
-    def add(self, deviation: float) -> None:
-        self.slower = max(0.0, self.slower + deviation - ALLOWANCE)
-        self.faster = max(0.0, self.faster - deviation - ALLOWANCE)
+    def add(self, deviation: float, weight: float = 1.0) -> None:
+        self.slower = max(0.0, self.slower + weight * (deviation - ALLOWANCE))
+        self.faster = max(0.0, self.faster - weight * (deviation + ALLOWANCE))

@@ -125,6 +125,25 @@ def test_the_record_of_a_step_has_all_that_was_measured() -> None:
     )
 
 
+def test_the_record_has_the_peaks_of_the_steps_before_a_change_of_memory_use() -> None:
+    memory = StepMemorySample(
+        readings={
+            "cuda:0": {"allocated": 3.0, "peak_allocated": 5.0, "peak_reserved": 9.0},
+            "cpu": {"allocated": 2.0, "peak_allocated": 4.0},
+        },
+        shapes=(Shape(2, 7),),
+        earlier_peaks={"cuda:0": {"peak_allocated": 8.0, "peak_reserved": 8.0}},
+    )
+
+    made = record(raw(memory=memory))
+
+    assert made.memory_bytes == {
+        "cuda:0": {"allocated": 3.0, "peak_allocated": 8.0, "peak_reserved": 9.0},
+        "cpu": {"allocated": 2.0, "peak_allocated": 4.0},
+    }
+    assert made.peak_bytes_since_change == {"cuda:0": 5.0}
+
+
 def test_a_step_without_a_sample_of_memory_has_none() -> None:
     counts = StepCounts(generation=GenerationCounts(calls=1, sequences=1, tokens=[3.0]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,11 +366,20 @@ def test_each_window_has_the_status_of_the_tuner_and_the_requested_size() -> Non
     assert not run.runner.opened.guard_requested
 
 
+def record_of(step: int, memory_bytes: Mapping[str, Mapping[str, float]]) -> Any:
+    return SimpleNamespace(
+        step=step,
+        memory_bytes=memory_bytes,
+        micro_batch_shapes=[(2, 1)],
+        peak_bytes_since_change={},
+    )
+
+
 def test_a_rank_whose_memory_is_low_requests_the_guard() -> None:
     run = Run()
     states = {"cpu": {"peak_allocated": 99.0, "limit": 100.0}}
     (listener,) = run.engine.listeners
-    listener(SimpleNamespace(step=1, memory_bytes=states, micro_batch_shapes=[(2, 1)]))
+    listener(record_of(1, states))
 
     run.runner.train(BATCH)
 
@@ -639,10 +648,7 @@ def test_a_failed_window_leaves_the_configurations_of_the_steps_before() -> None
     train(run)
 
     for step in (1, 2):
-        record = SimpleNamespace(
-            step=step, memory_bytes={"cpu": {"peak_allocated": 1.0}}, micro_batch_shapes=[(2, 1)]
-        )
-        run.engine.listeners[0](record)
+        run.engine.listeners[0](record_of(step, {"cpu": {"peak_allocated": 1.0}}))
 
     peaks = run.runner.peak_history.measured().peaks
     assert [each.configuration for each in peaks] == [0, 5]
@@ -656,10 +662,7 @@ def test_peaks_have_the_configuration_of_their_step() -> None:
         train(run)
 
     for step in range(1, 5):
-        record = SimpleNamespace(
-            step=step, memory_bytes={"cpu": {"peak_allocated": 1.0}}, micro_batch_shapes=[(2, 1)]
-        )
-        run.engine.listeners[0](record)
+        run.engine.listeners[0](record_of(step, {"cpu": {"peak_allocated": 1.0}}))
 
     peaks = run.runner.peak_history.measured().peaks
     assert [each.configuration for each in peaks] == [0, 0, 3, 0]

@@ -415,6 +415,82 @@ def test_a_loader_that_has_started_at_the_beginning_goes_back_to_a_checkpoint() 
     assert (loader.position, data.starts_at_beginning) == (3, True)
 
 
+@pytest.mark.parametrize("start", [DataStart(is_requested=True), DataStart(is_repeated=True)])
+def test_a_run_that_goes_back_to_its_checkpoint_stays_one_that_started_at_the_beginning(
+    start: DataStart,
+) -> None:
+    data = data_of()
+    loader = loaded_by(data, SAMPLES, "second", resume=True, start=start)
+    next(iter(loader))
+    end_window(data)
+
+    data.load_state_dict(data.position_to_load(saved_state(), DataStart()), DataStart())
+    gone_back = data.starts_at_beginning
+    data.set_start(DataStart())  # there was no checkpoint
+
+    assert loader.position == 3
+    assert gone_back and data.starts_at_beginning
+
+
+def test_a_restarted_run_that_looks_at_a_batch_before_it_loads_goes_on_in_the_same_data() -> None:
+    data, start = data_of(), DataStart(is_requested=True, is_repeated=True)
+    loader = data.loader(SAMPLES, batch_samples=12)
+    next(iter(loader))
+
+    data.load_state_dict(data.position_to_load(saved_state(), start), start)
+
+    assert (loader.position, data.starts_at_beginning) == (3, True)
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_batches_that_were_read_since_a_checkpoint_can_be_left_out(
+    is_repeated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = data_of()
+    loader = loaded_by(data, SAMPLES, "second", resume=True, start=DataStart())
+    batches = iter(loader)
+    for step in range(4):
+        next(batches)
+        end_window(data, step)
+    start = DataStart(is_requested=True, is_repeated=is_repeated)
+
+    data.load_state_dict(data.position_to_load(saved_state(), start), start)
+
+    assert loader.position == 7
+    assert "after the 7 batches" in caplog.text and "beginning" not in caplog.text
+    assert not data.starts_at_beginning
+
+
+@pytest.mark.parametrize("has_loader", [False, True])
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_run_that_trains_batches_of_its_own_before_it_loads_has_not_begun_its_data(
+    has_loader: bool, is_repeated: bool
+) -> None:
+    data, start = data_of(), DataStart(is_requested=True, is_repeated=is_repeated)
+    before = data.loader(SAMPLES, batch_samples=12) if has_loader else None
+    end_window(data)  # a warm-up
+
+    data.load_state_dict(data.position_to_load(saved_state(), start), start)
+
+    loader = before or data.loader(SAMPLES, batch_samples=12)
+    assert loader.position == (3 if is_repeated else 0)
+    assert data.starts_at_beginning
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_ranks_of_which_one_has_used_a_batch_of_its_stream_load_alike(is_requested: bool) -> None:
+    def has_position(host_group: FakeHostGroup) -> bool:
+        data = data_of(host_group)
+        loader = data.loader(Stream(), batch_samples=12, resume=False)
+        saved = data.state_dict()
+        if host_group.rank == 0:
+            next(iter(loader))
+        end_window(data)
+        return bool(data.position_to_load(saved, DataStart(is_requested=is_requested)))
+
+    assert on_ranks(2, has_position) == 2 * [not is_requested]
+
+
 def test_a_request_before_there_is_a_checkpoint_holds_for_a_restart() -> None:
     by_load, by_loader = data_of(), data_of()
     by_load.set_start(DataStart(is_requested=True))

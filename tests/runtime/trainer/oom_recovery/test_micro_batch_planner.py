@@ -52,6 +52,7 @@ def test_the_limit_of_a_replay_is_read_when_the_replay_is_planned() -> None:
         SimpleNamespace(
             memory_bytes={"cuda:0": {"peak_allocated": 50.0, "limit": 80.0}},
             micro_batch_shapes=[(4, 1)],
+            peak_bytes_since_change={},
             step=1,
         )
     )
@@ -60,13 +61,20 @@ def test_the_limit_of_a_replay_is_read_when_the_replay_is_planned() -> None:
 
 
 def recorded(
-    *shapes: tuple[int, int], peak: float | None = 50.0, limit: float | None = 100.0, step: int = 1
+    *shapes: tuple[int, int],
+    peak: float | None = 50.0,
+    limit: float | None = 100.0,
+    step: int = 1,
+    since_change: float | None = None,
 ) -> Any:
     """Return a record of a step on a GPU, whose micro-batches have these shapes."""
     states = {"peak_allocated": peak, "limit": limit}
     known = {state: value for state, value in states.items() if value is not None}
     return SimpleNamespace(
-        memory_bytes={"cuda:0": known}, micro_batch_shapes=list(shapes), step=step
+        memory_bytes={"cuda:0": known},
+        micro_batch_shapes=list(shapes),
+        peak_bytes_since_change={} if since_change is None else {"cuda:0": since_change},
+        step=step,
     )
 
 
@@ -88,6 +96,12 @@ def test_the_peak_of_a_step_belongs_to_its_micro_batch_of_the_most_elements() ->
     history = history_of(recorded((8, 10), (4, 100), (6, 20)))
 
     assert history.measured().peaks == (PeakSample(samples=4, length=100, peak_bytes=50.0),)
+
+
+def test_the_peak_of_a_step_with_other_micro_batches_than_before_is_that_since_the_change() -> None:
+    history = history_of(recorded((4, 1), peak=90.0, since_change=50.0))
+
+    assert history.measured().peaks == (PeakSample(samples=4, length=1, peak_bytes=50.0),)
 
 
 def test_a_step_without_a_peak_or_without_a_shape_is_left_out_and_a_limit_is_kept() -> None:

@@ -327,6 +327,22 @@ def test_after_two_changes_that_failed_nothing_more_is_tried(
     assert job.controller.configuration.pending_switch() is None
 
 
+@pytest.mark.parametrize(("acts", "fails"), [(False, False), (True, True), (True, False)])
+def test_rejected_changes_are_said_to_be_tried_again_only_if_they_are(
+    acts: bool, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    job = Job(acts=acts)
+    job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no") if fails else DONE
+    job.saving = 1.0
+    job.run(600)
+
+    job.pace = 3.0
+    job.run(200)
+
+    assert ("step times have become slower" in caplog.text) == (acts and not fails)
+
+
 def test_after_an_incomplete_rollback_nothing_is_changed() -> None:
     job = Job()
     job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no", undone=False)

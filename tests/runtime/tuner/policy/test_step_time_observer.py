@@ -105,6 +105,45 @@ def test_single_slow_steps_are_not_a_shift() -> None:
     assert set(detected) == {None}
 
 
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 6])
+def test_steps_that_take_longer_at_regular_times_are_not_a_shift(every: int, seed: int) -> None:
+    cusum = Cusum()
+    steps = noisy_steps(seed, 3000, Noise(deviation=0.01, drift=0.0, shift=0.0, spike_share=0.0))
+
+    shifts = [
+        cusum.add(log(1.3 * seconds if index % every == 0 else seconds))
+        for index, seconds in enumerate(steps)
+    ]
+
+    assert not any(shifts)
+
+
+def test_a_shift_of_steps_that_take_longer_at_regular_times_is_detected(seed: int) -> None:
+    cusum = Cusum()
+    steps = noisy_steps(seed, 1000, Noise(deviation=0.01, drift=0.0, shift=0.0, spike_share=0.0))
+
+    shifts = [
+        cusum.add(log((1.3 if index % 4 == 0 else 1.0) * (1.1 if index >= 300 else 1.0) * seconds))
+        for index, seconds in enumerate(steps)
+    ]
+
+    assert [each for each in shifts if each] == ["slower"]
+
+
+@pytest.mark.parametrize("num_slow", [1, 3, 5, 9])
+@pytest.mark.parametrize("ratio", [1.25, 10.0])
+def test_slow_first_steps_are_not_a_shift(num_slow: int, ratio: float, seed: int) -> None:
+    cusum = Cusum()
+    steps = noisy_steps(seed, 1000, Noise(deviation=0.01, drift=0.0, shift=0.0, spike_share=0.0))
+
+    shifts = [
+        cusum.add(log(ratio * seconds if index < num_slow else seconds))
+        for index, seconds in enumerate(steps)
+    ]
+
+    assert not any(shifts)
+
+
 def test_after_a_shift_the_new_speed_is_the_baseline() -> None:
     cusum = Cusum()
     for _ in range(100):
