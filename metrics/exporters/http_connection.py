@@ -66,7 +66,8 @@ class Response:
     """A response.
 
     Attributes:
-        sent: Called with the client's name after the response is written.
+        sent: Called with the client's name after the response is written, unless the client had
+            gone before: a scraper may have lost patience while training held the interpreter lock.
         next_event: If set, the response is a stream without an end. The body is its first part, and
             the function returns a further part each time that the listener asks for one.
     """
@@ -202,6 +203,15 @@ class Connection:
                 self._unsent = memoryview(_TOO_LARGE)
                 return
         self._unsent = memoryview(self._response())
+        if not self.is_stream and self._has_gone():
+            self._after_sending = lambda: None
+
+    def _has_gone(self) -> bool:
+        """Whether the client has closed its side. Some clients do, and still read the response."""
+        try:
+            return not self.socket.recv(_CHUNK_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
 
     def _response(self) -> bytes:
         with _CaughtError() as caught:

@@ -22,7 +22,8 @@ class BatchOrder:
     - After one of them is refused again, which may be for its content, all others are sent before
       the rest of them. If it was the first request of all, it is the last of them from then on.
     - The last interval of a run begins with the families with the end of the run, in a batch of
-      their own, and goes on with the others, because it may end at any moment.
+      their own, and goes on with the others, because it may end at any moment. If that batch is
+      refused, it is sent once more as soon as another one is accepted: there is no later interval.
     - If nothing was accepted, the next interval begins with other batches that were not tried.
 
     Attributes:
@@ -37,6 +38,8 @@ class BatchOrder:
         self._others: deque[list[Family]] = deque()
         self._retries_first = True
         self._is_retry = False
+        self._end: list[Family] = []  # the batch with the end of the run, until it is done
+        self._is_end_refused = False
         self._refused_retries: list[list[Family]] = []
         self._refused_others: list[list[Family]] = []
         self._refused_first: list[list[Family]] = []
@@ -50,6 +53,11 @@ class BatchOrder:
     def has_others(self) -> bool:
         """Whether a batch is left that was accepted in the last interval, or is new."""
         return bool(self._others)
+
+    @property
+    def is_end_left(self) -> bool:
+        """Whether the batch with the end of the run is still to be sent."""
+        return bool(self._end)
 
     def begin(self, found: list[Family], *, final: bool, end: Collection[str] = ()) -> None:
         """Begin an interval.
@@ -71,6 +79,7 @@ class BatchOrder:
         retries = [[each for each in found if each.name in held_names] for held_names in self._held]
         self._retries = deque(batch for batch in retries if batch)
         self._others = deque([*_batches(rest[first:]), *_batches(rest[:first])])
+        self._end, self._is_end_refused = first_batch, False
         if first_batch:
             self._others.appendleft(first_batch)
         self._refused_retries, self._refused_others, self._refused_first = [], [], []
@@ -92,6 +101,7 @@ class BatchOrder:
             else:
                 self._refused_retries.append(batch)
         self.outcomes.append(was_accepted)
+        self._note_end(batch, was_accepted=was_accepted)
 
     def end(self) -> None:
         """End the interval, in which some batches may not have been sent."""
@@ -103,6 +113,14 @@ class BatchOrder:
             self._first = self._others[0][0].name
         held += self._refused_first
         self._held = [[family.name for family in batch] for batch in held]
+
+    def _note_end(self, batch: list[Family], *, was_accepted: bool) -> None:
+        if batch is self._end:
+            if was_accepted or self._is_end_refused:
+                self._end = []
+            self._is_end_refused = True
+        elif was_accepted and self._end:
+            self._others.appendleft(self._end)
 
 
 def _batches(found: Iterable[Family]) -> Iterator[list[Family]]:

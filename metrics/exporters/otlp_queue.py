@@ -89,7 +89,7 @@ class OtlpQueue:
         end_was_sent: Set once the last flush has sent the metrics with the end of the run, or has
             found that they cannot be sent.
         is_answered: Whether the collector has accepted metrics of the last interval, or of the
-            one that is being sent.
+            one that is being sent. A refusal of the last flush does not change it.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class OtlpQueue:
         self._started_ns = time.time_ns()
         self._increases = Increases() if options.sends_increases else None
         self._metrics_due = 0.0
+        self._last_metrics: tuple[int, list[Family]] | None = None  # those of the last flush
         self._batches = BatchOrder()
         self._num_refused_intervals = 0
         self._traces: deque[StepTrace] = deque()
@@ -132,7 +133,7 @@ class OtlpQueue:
         self._logged: set[tuple[Signal, bool]] = set()
         self._logged_rejections: set[Signal] = set()
         self.end_was_sent = threading.Event()
-        self.is_answered = False
+        self.is_answered = self._has_answered = False
         self._open = self._is_loud = True
         self._ends_at = math.inf
         self._is_ending: Callable[[], bool] = lambda: False
@@ -166,7 +167,8 @@ class OtlpQueue:
         self._is_ending = is_ending
         if final:  # the process does not wait for long, and the metrics have the end of the run
             self._send_metrics(final=True)
-            self.end_was_sent.set()
+            if not self.is_end_left:
+                self.end_was_sent.set()
         max_seconds = math.inf if final else MAX_SECONDS_OF_KIND
         has_lines = self._send_lines(max_seconds)
         has_traces = self._send_traces(max_seconds)
@@ -174,10 +176,22 @@ class OtlpQueue:
             self._send_metrics(final=False)
         return has_lines or has_traces
 
+    @property
+    def is_end_left(self) -> bool:
+        """Whether another last flush may send the end of the run.
+
+        The collector has refused it, but has accepted metrics before: it may come back.
+        """
+        return self._has_answered and self._batches.is_end_left and self._is_open()
+
     def finish_quietly(self) -> None:
-        """Begin no request after three timeouts, and log nothing: the run has ended."""
+        """Begin no request after three timeouts, and log nothing: the run has ended.
+
+        Safe to call twice. The time counts from the first call.
+        """
         self._is_loud = False
-        self._ends_at = self._now() + TIMEOUTS_AT_END * max(self._options.timeouts.values())
+        ends_at = self._now() + TIMEOUTS_AT_END * max(self._options.timeouts.values())
+        self._ends_at = min(self._ends_at, ends_at)
 
     def give_up(self) -> None:
         """Drop the queued data without further log lines. Safe to call twice."""
@@ -229,17 +243,25 @@ class OtlpQueue:
         if now < self._metrics_due and not final:
             return
         self._metrics_due = now + self._options.metrics_interval_seconds
-        now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
-        found = [
-            *families(served(snapshot, self._detail), self._identity),
-            *process_families(self._identity),
-            *hardware_families(snapshot, self._hardware_ids, self._identity),
-        ]
+        # A repeated last flush sends the same values, with their time: a later run of this process
+        # may have the same id, and may have sent newer values.
+        now_ns, found = self._last_metrics or self._read_metrics()
+        if final:
+            self._last_metrics = now_ns, found
         num_allowed = FAILURES_ALLOWED if self._batches.is_accepted else 1
         self._batches.begin(found, final=final, end=self._end_names(found))
         self._send_batches(now_ns, num_allowed, final=final)
         self._batches.end()
-        self._assess()
+        self._assess(final=final)
+
+    def _read_metrics(self) -> tuple[int, list[Family]]:
+        """Return the time in nanoseconds, and all families with their values."""
+        now_ns, snapshot = time.time_ns(), self._recorder.snapshot()
+        return now_ns, [
+            *families(served(snapshot, self._detail), self._identity),
+            *process_families(self._identity),
+            *hardware_families(snapshot, self._hardware_ids, self._identity),
+        ]
 
     def _end_names(self, found: list[Family]) -> set[str]:
         """Return the names of what the alerts on the end of a run read, if the run has ended."""
@@ -261,7 +283,8 @@ class OtlpQueue:
             was_accepted = self._send_batch(batch, now_ns)
             self._batches.note(batch, was_accepted=was_accepted)
             self.is_answered |= was_accepted
-            if final:
+            self._has_answered |= was_accepted
+            if final and not self._batches.is_end_left:
                 self.end_was_sent.set()
             if self._is_ending():
                 return
@@ -284,10 +307,11 @@ class OtlpQueue:
             self._is_complete("metrics", 0)
         return was_accepted
 
-    def _assess(self) -> None:
+    def _assess(self, *, final: bool) -> None:
         """Account for the metrics of one interval, of which some batches may be refused."""
         circuit, outcomes = self._circuits["metrics"], self._batches.outcomes
-        self.is_answered = any(outcomes)
+        if not final:
+            self.is_answered = any(outcomes)
         if self._batches.is_accepted:
             circuit.succeeded()
         else:

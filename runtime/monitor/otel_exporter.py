@@ -252,7 +252,9 @@ class OtelExporter:
             is_behind = flush(is_ending=self._stop.is_set)
             pause_seconds = 0.0 if is_behind else FLUSH_SECONDS
             self.cpu_seconds = time.thread_time()
-        flush(final=True)
+        while flush(final=True) is not None and outbox.is_end_left:  # None: it has failed
+            outbox.finish_quietly()  # `close` does not do so if Ctrl-C ends its wait
+            time.sleep(FLUSH_SECONDS)
         outbox.give_up()  # count what is left
         outbox.end_was_sent.set()  # also if the flush has failed
         fail_open.call("otlp", otlp.close)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -75,6 +76,7 @@ class Subscriptions:
         self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._closed = self._has_waited = False
         self._thread = fail_open.thread(kind, self._run)
+        self._starting = threading.RLock()
         self._start = fail_open.wrap(f"{kind} thread", self._start_thread)
 
     @property
@@ -177,8 +179,11 @@ class Subscriptions:
         )
 
     def _start_thread(self) -> None:
-        if not self._thread.was_started:
-            self._thread.start()
+        if self._thread.was_started:
+            return
+        with self._starting:  # `Thread.start` would start two threads if two called it at once
+            if not self._thread.was_started:
+                self._thread.start()
 
     def _run(self) -> None:
         while True:

@@ -233,7 +233,7 @@ class Watch:
         The file is in the run folder, with one JSON object per call: `step`, `unix_seconds` and
         `values`. It is written on rank 0, and on another thread. On the other ranks the call has no
         effect. Lines that cannot be written, as on a full disk, are dropped and counted, and so are
-        those that come while 65,536 lines or 64 MiB of texts wait.
+        those that come while 65,536 lines or 64 MiB of values wait.
 
         Args:
             values: Numbers, texts, or tensors of one element. A tensor counts as it is now; for its

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import orjson
@@ -25,12 +25,16 @@ from .subscriptions import CLOSE_SECONDS, MAX_WAITING, Subscriptions
 from .watch_thread import FIRST_POLL_SECONDS, LAST_POLL_SECONDS, PATIENCE_SECONDS
 
 LOGGED_FILE = "logged.jsonl"
-# Maximum number of lines of the script that wait, some 100 MB if all values are numbers. Further
+# Maximum number of lines of the script that wait, some 100 MB if each has few numbers. Further
 # lines are dropped and counted. A loop may log the values of each validation sample, with no other
 # work between them.
 MAX_LINES = 65_536
 # Maximum memory of other values that wait.
 MAX_BYTES = 2**26
+# Numbers of a line that do not count, and what each further one counts with its name: a line may
+# have one for each layer.
+NUM_FREE_NUMBERS = 8
+NUMBER_BYTES = 128
 # What a value of unknown size counts, such as a list: MAX_WAITING of them may wait.
 UNKNOWN_BYTES = MAX_BYTES // MAX_WAITING
 # Each write lets the script's thread run for up to 5 ms before the next line. So lines that wait
@@ -200,13 +204,15 @@ class WatchSinks:
             waited, poll = waited + poll, min(2 * poll, LAST_POLL_SECONDS)
 
 
-def _num_bytes(values: Iterable[object]) -> int:
-    """Return about how much memory values need while they wait, except numbers."""
-    return sum(
+def _num_bytes(values: Collection[object]) -> int:
+    """Return about how much memory values need while they wait, except a few numbers."""
+    sizes = [
         len(value) if isinstance(value, str | bytes) else UNKNOWN_BYTES
         for value in values
         if not isinstance(value, int | float | complex | PendingScalar | None)
-    )
+    ]
+    num_further = max(0, len(values) - len(sizes) - NUM_FREE_NUMBERS)
+    return sum(sizes) + NUMBER_BYTES * num_further
 
 
 def _is_on_device(value: object) -> bool:

@@ -220,6 +220,7 @@ class Monitor:
         self._state_at = time.time()
         self._handled_at = time.monotonic()  # the time of the last state
         self._is_closed = False
+        self._lingering: threading.Thread | None = None
         self._training_process = psutil.Process(os.getppid())
         self._sent_peers = Peers()
         self._peers_due = 0.0
@@ -342,18 +343,48 @@ class Monitor:
                 pass  # its parts are closed
             elif name == "linger":
                 interrupted, is_exit = value
-                self._server.wait_for_final_scrape(interrupted=interrupted, announces=is_exit)
-                self._folder.withdraw_targets()
-                break
+                self._linger(interrupted=interrupted, is_exit=is_exit)
+                if is_exit:
+                    break
             elif name == "next scrape":  # the run has failed, and a fault of a GPU must be read
                 self._server.wait_for_next_scrape()
                 break
             else:
                 self._handle(name, value)
+        else:  # the training process has ended, or the end of the run was scraped
+            self._join_lingering()
         self._server.close()
+        self._join_lingering()  # it may withdraw the targets now
         if not self._is_closed:
             self._complete_after_kill()
         self._connection.close()
+
+    def _linger(self, *, interrupted: bool, is_exit: bool) -> None:
+        """Wait for the last scrape; while the script goes on, on a thread of its own.
+
+        If the script ends meanwhile, the training process sends this message again.
+        """
+
+        def wait() -> None:
+            self._server.wait_for_final_scrape(interrupted=interrupted, announces=is_exit)
+            self._close_parts(self._folder.withdraw_targets)
+            if not is_exit:
+                self._connection.close()  # ends `run`
+
+        if is_exit:
+            wait()
+        elif self._lingering is None:  # else the watch was closed twice
+            thread = threading.Thread(target=wait, name="zerowatch-linger", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more threads
+                wait()
+            else:
+                self._lingering = thread
+
+    def _join_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.join()
 
     @property
     def device_readings(self) -> Readings:

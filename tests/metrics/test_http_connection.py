@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_a_request_that_arrives_in_parts_is_read_to_its_end(
     assert waited_for == [selectors.EVENT_READ] * 4
     assert connection.advance() == 0
     assert read_available(client).endswith(b"\r\n\r\nsome figures")
+
+
+@pytest.mark.parametrize("leaves", ["before the answer", "after it"])
+def test_a_scrape_counts_unless_its_client_has_gone_before_the_answer(
+    connect: Connect, leaves: str
+) -> None:
+    scrapes: list[str] = []
+    connection, client = connect(replace(FIGURES, sent=scrapes.append))
+    client.sendall(GET)
+    if leaves == "before the answer":
+        client.shutdown(socket.SHUT_WR)
+
+    assert connection.advance() == 0
+
+    assert len(scrapes) == (leaves == "after it")
+    assert read_available(client).endswith(b"some figures")  # it may have closed one side only
 
 
 def test_two_scrapers_of_one_machine_with_other_timeouts_have_other_names(connect: Connect) -> None:

@@ -6,6 +6,7 @@ Covers `otlp_batches.py`.
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from fakes.clock import FakeClock
@@ -581,6 +582,65 @@ def test_the_end_counts_as_sent_after_the_first_request_of_the_last_flush(slow):
     slow.outbox.flush(final=True)
 
     assert seen == [False, True, True]  # the end, the other metrics, the log lines
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+def test_the_end_of_the_run_is_sent_again_once_the_collector_accepts_other_metrics(
+    make_outbox, num_refused
+):
+    otlp, known = Limited(lambda names: True), []
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+    outbox.flush()
+
+    def takes(names):
+        known.append(outbox.end_was_sent.is_set())
+        return len(otlp.refused) >= num_refused
+
+    otlp.accepted.clear()
+    otlp.takes = takes
+    outbox.flush(final=True)
+
+    assert sorted(otlp.refused[0]) == sorted(END)
+    assert sorted(otlp.accepted[1]) == sorted(END)
+    assert [RUN_END_INFO.name in names for names in otlp.accepted].count(True) == 1
+    num_until_end = num_refused + 2
+    assert known == [False] * num_until_end + [True] * (len(known) - num_until_end)
+
+
+def test_the_end_of_the_run_is_not_sent_a_third_time(make_outbox):
+    otlp, known = Limited(lambda names: True), []
+    outbox = make_outbox(recorder_of_many(), metrics=True, otlp=otlp)
+    outbox.flush()
+    num_batches = len(otlp.accepted)
+
+    otlp.accepted.clear()
+    otlp.takes = lambda names: known.append(outbox.end_was_sent.is_set()) or END[0] not in names
+    outbox.flush(final=True)
+
+    assert [sorted(names) for names in otlp.refused] == [sorted(END)] * 2
+    assert len(otlp.accepted) >= num_batches
+    assert known[:4] == [False, False, False, True]
+
+
+def test_a_repeated_last_flush_sends_the_end_with_the_values_and_the_time_of_the_first(make_outbox):
+    recorder, otlp = recorder_of_many(), Limited(lambda names: True)
+    outbox = make_outbox(recorder, metrics=True, otlp=otlp)
+    outbox.flush()
+    otlp.takes = lambda names: False
+    outbox.flush(final=True)
+    ended_ns, sent = time.time_ns(), dict[str, float]()
+    recorder.add(STEPS, 100)
+
+    def keep(families, start_ns, now_ns):
+        sent.update((each.name, each.points[0].value) for each in families)
+        assert now_ns < ended_ns  # a later run with the same id may have sent newer values
+        return True
+
+    otlp.send_metrics = keep
+    outbox.flush(final=True)
+
+    assert sent.keys() >= {*END, STEPS.name}
+    assert sent[STEPS.name] < 100
 
 
 @pytest.mark.parametrize("has_come_back", [False, True])

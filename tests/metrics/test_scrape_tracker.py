@@ -268,7 +268,7 @@ def test_a_wait_for_the_last_scrape_while_the_script_goes_on_is_not_announced(
     closed = threading.Event()
     server.close_after_final_scrape(closed.set)
     was_waiting = not closed.wait(0.1)
-    scrape_as_prometheus(address)
+    get(address, X_Prometheus_Scrape_Timeout_Seconds="10")  # the server closes upon it
 
     assert was_waiting
     assert closed.wait(LINGER_SECONDS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter_ns
 from types import SimpleNamespace
@@ -565,6 +567,93 @@ def test_a_process_that_ends_waits_until_the_end_was_sent_to_a_collector_that_an
     assert was_waiting
     assert not waiting.is_alive()
     assert any(RUN_END_INFO.name in names for names in collector.sent)
+
+
+class RefusedEnd:
+    """Refuses `num_refused` requests from the first one with the end of the run on."""
+
+    def __init__(self, rank, monkeypatch, num_refused):
+        self.num_refused, self.tries, self.accepted = num_refused, 0, []
+        monkeypatch.setattr(rank.telemetry._outbox._otlp, "send_metrics", self.send)
+
+    def send(self, families, *_):
+        names = [family.name for family in families]
+        self.tries += RUN_END_INFO.name in names or self.tries > 0
+        if 0 < self.tries <= self.num_refused:
+            return False
+        self.accepted += names
+        return True
+
+
+def test_the_end_of_a_run_is_sent_to_a_collector_that_comes_back_while_the_process_goes_on(
+    slow_rank, monkeypatch
+):
+    collector = RefusedEnd(slow_rank, monkeypatch, num_refused=5)
+    assert eventually(lambda: slow_rank.telemetry._outbox.is_answered)
+    slow_rank.recorder.set_info(RUN_END_INFO, "completed")
+
+    slow_rank.telemetry.close()
+
+    assert eventually(lambda: RUN_END_INFO.name in collector.accepted)
+    assert eventually(lambda: not slow_rank.telemetry._thread.is_alive())
+
+
+def test_a_process_that_ends_waits_for_a_collector_that_refuses_the_end_of_the_run_at_first(
+    make_rank, monkeypatch
+):
+    monkeypatch.setattr(otel_exporter, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(otel_exporter, "EXIT_SECONDS", 300.0)
+    rank = make_rank(metrics=True, metrics_interval_seconds=3600)
+    collector = RefusedEnd(rank, monkeypatch, num_refused=5)
+    assert eventually(lambda: rank.telemetry._outbox.is_answered)
+    monkeypatch.setattr(otel_exporter, "CLOSE_SECONDS", 0.0)
+    rank.recorder.set_info(RUN_END_INFO, "completed")
+    rank.telemetry.close()
+
+    rank.telemetry.wait_for_end()
+
+    assert RUN_END_INFO.name in collector.accepted
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_end_of_a_run_is_not_sent_for_ever(make_rank, monkeypatch, is_interrupted):
+    monkeypatch.setattr(otel_exporter, "FLUSH_SECONDS", 0.01)
+    rank = make_rank(metrics=True, metrics_interval_seconds=1, timeout_seconds=0.02)
+    collector = RefusedEnd(rank, monkeypatch, num_refused=math.inf)
+    assert eventually(lambda: rank.telemetry._outbox.is_answered)
+    rank.recorder.set_info(RUN_END_INFO, "completed")
+
+    def join(timeout_seconds):
+        assert eventually(lambda: collector.tries > 0)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rank.telemetry._thread, "join", join)
+        with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+            rank.telemetry.close()
+
+    assert eventually(lambda: not rank.telemetry._thread.is_alive())
+    assert collector.tries > 0
+    assert RUN_END_INFO.name not in collector.accepted
+
+
+def test_a_failure_of_the_last_export_ends_the_thread(make_rank, monkeypatch):
+    monkeypatch.setattr(otel_exporter, "FLUSH_SECONDS", 0.01)
+    rank = make_rank(metrics=True, timeout_seconds=3600)
+    assert eventually(lambda: rank.telemetry._outbox.is_answered)
+
+    def fail(*_):
+        raise RuntimeError
+
+    monkeypatch.setattr(rank.telemetry._outbox._otlp, "send_metrics", fail)
+    monkeypatch.setattr(otel_exporter, "CLOSE_SECONDS", 0.0)
+    rank.recorder.set_info(RUN_END_INFO, "completed")
+    rank.telemetry.close()
+
+    assert eventually(lambda: not rank.telemetry._thread.is_alive())
+    assert rank.telemetry._outbox.end_was_sent.is_set()
 
 
 @pytest.mark.parametrize("end", ["accepts nothing", "the time is up", "gave up"])

@@ -195,5 +195,33 @@ def test_records_of_a_listener_that_never_got_a_thread_are_counted_at_the_end(
     assert "3 record(s)" in caplog.text
 
 
+def test_the_first_calls_of_two_threads_start_one_thread(
+    subscriptions: Subscriptions, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[str] = []
+    start, starts, is_started = threading.Thread.start, [], threading.Event()
+    second = threading.Thread(
+        target=lambda: subscriptions.enqueue_call(lambda: handled.append("second"))
+    )
+
+    def start_slowly(thread: threading.Thread) -> None:
+        starts.append(thread.name)
+        if len(starts) == 1:
+            start(second)
+            is_started.wait(0.1)  # the system takes a while
+        start(thread)
+        is_started.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_slowly)
+        subscriptions.enqueue_call(lambda: handled.append("first"))
+        second.join()
+    subscriptions.close()
+
+    assert starts == ["zerowatch-listener"]
+    assert sorted(handled) == ["first", "second"]
+    assert not fail_open.failures
+
+
 def no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")

@@ -28,7 +28,13 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.instrumentation.watch_context import WatchContext
 from zerowatch.runtime.monitor import watch_sinks as watch_sinks_module
 from zerowatch.runtime.monitor.log_file import RETRY_SECONDS, LogFile
-from zerowatch.runtime.monitor.watch_sinks import BYTES_AT_ONCE, PATIENCE_SECONDS, WatchSinks
+from zerowatch.runtime.monitor.watch_sinks import (
+    BYTES_AT_ONCE,
+    NUM_FREE_NUMBERS,
+    NUMBER_BYTES,
+    PATIENCE_SECONDS,
+    WatchSinks,
+)
 from zerowatch.runtime.sinks.sink import SinkRun
 
 
@@ -250,7 +256,7 @@ def test_long_values_may_wait_as_long_as_their_memory_is_limited(
     assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 6, 9]
 
 
-def test_numbers_that_wait_are_limited_by_the_number_of_lines_only(
+def test_few_numbers_that_wait_are_limited_by_the_number_of_lines_only(
     tmp_path: Path, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_sinks_module, "MAX_BYTES", 1)
@@ -264,6 +270,24 @@ def test_numbers_that_wait_are_limited_by_the_number_of_lines_only(
     sinks.close()
 
     assert [line["step"] for line in logged(tmp_path)] == list(range(4))
+
+
+def test_lines_of_many_numbers_may_wait_as_long_as_their_memory_is_limited(
+    tmp_path: Path, fail_open: FailOpen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_sinks_module, "MAX_BYTES", 3 * NUMBER_BYTES)
+    sinks, blocked = watch_sinks(tmp_path, fail_open), BlockedText()
+    sinks.log_values({"first": blocked}, 0)
+    assert blocked.entered.wait(60)
+    few = {f"layer {layer}": 0.5 for layer in range(NUM_FREE_NUMBERS)}
+    for number in range(1, 6):
+        sinks.log_values({**few, "loss": 0.5}, number)
+    sinks.log_values(few, 6)
+    blocked.release.set()
+    sinks.close()
+
+    assert [line["step"] for line in logged(tmp_path)] == [0, 1, 2, 3, 6]
+    assert sinks.dropped_lines == 2
 
 
 def test_the_lines_of_a_write_that_does_not_return_are_counted(

@@ -585,6 +585,105 @@ def test_the_wait_for_the_last_scrape_is_announced_only_if_the_script_waits_for_
     assert waits == [{"interrupted": False, "announces": is_exit}]
 
 
+def test_the_wait_of_an_earlier_close_is_announced_once_the_script_ends(served: Served) -> None:
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
+    waits, server_closed = list[dict[str, bool]](), threading.Event()
+    server, close = served.monitor._server, served.monitor._server.close
+
+    def wait(**how: bool) -> None:
+        waits.append(how)
+        if not how["announces"]:
+            assert server_closed.wait(60)
+
+    server.wait_for_final_scrape = wait
+    server.close = lambda: (server_closed.set(), close())
+    served.connection.send(("end", None))
+    served.connection.send(("linger", (False, False)))
+    assert eventually(lambda: waits != [], 60)
+    served.connection.send(("linger", (True, True)))
+    served.join()
+
+    assert waits == [
+        {"interrupted": False, "announces": False},
+        {"interrupted": True, "announces": True},
+    ]
+
+
+def test_the_process_ends_after_the_targets_of_an_earlier_close_are_withdrawn(
+    served: Served,
+) -> None:
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
+    began, closed, may_go_on = threading.Event(), threading.Event(), threading.Event()
+    server, close = served.monitor._server, served.monitor._server.close
+
+    def withdraw() -> None:
+        if threading.current_thread().name == "zerowatch-linger":
+            began.set()
+            may_go_on.wait(60)
+
+    served.monitor._folder.withdraw_targets = withdraw
+    server.close = lambda: (close(), closed.set())
+    served.connection.send(("end", None))
+    served.connection.send(("linger", (False, False)))
+    assert began.wait(60)
+    served.connection.send(("linger", (False, True)))
+    assert closed.wait(60)
+    monitoring = served._threads[0]
+    monitoring.join(0.1)
+    was_running = monitoring.is_alive()
+    may_go_on.set()
+    served.join()
+
+    assert was_running
+
+
+def test_a_second_close_starts_no_second_wait_for_the_last_scrape(served: Served) -> None:
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
+    waits, was_read = list[bool](), threading.Event()
+    served.monitor._server.wait_for_final_scrape = lambda *, announces, **_: (
+        waits.append(announces),
+        announces or was_read.wait(60),
+    )
+    served.monitor._server.close = was_read.set
+    served.connection.send(("end", None))
+    for is_exit in (False, False, True):
+        served.connection.send(("linger", (False, is_exit)))
+    served.join()
+
+    assert waits.count(False) == 1
+
+
+def test_targets_that_cannot_be_withdrawn_do_not_keep_the_process(served: Served) -> None:
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
+
+    def fail() -> None:
+        raise OSError
+
+    served.monitor._folder.withdraw_targets = fail
+    served.connection.send(("end", None))
+    served.connection.send(("linger", (False, False)))
+    served.join()
+
+
+def test_a_script_that_ends_without_a_message_does_not_end_the_wait_for_the_last_scrape(
+    served: Served,
+) -> None:
+    assert eventually(lambda: served.monitor is not None and served.named("serving") != [], 60)
+    began, was_read, closed = threading.Event(), threading.Event(), list[bool]()
+    server, close = served.monitor._server, served.monitor._server.close
+    server.wait_for_final_scrape = lambda **_: (began.set(), was_read.wait(60))
+    server.close = lambda: (closed.append(was_read.is_set()), close())
+    served.connection.send(("end", None))
+    served.connection.send(("linger", (False, False)))
+    assert began.wait(60)
+    served.connection.close()
+    time.sleep(0.05)
+    was_read.set()
+    served.join()
+
+    assert closed == [True]
+
+
 def test_after_a_kill_what_was_sent_is_in_the_run_folder(served: Served) -> None:
     served.send(*map(served.rank.step, (1, 2)))
     served.ask()
