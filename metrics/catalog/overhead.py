@@ -47,7 +47,8 @@ DROPPED_RECORDS = counter(
         ),
     ),
     lean=Lean(only={"part": ("steps", "run_log")}),
-    usual="0. `timing` and `graph_capture` may grow slowly on devices.",
+    usual="0. `timing` counts each call of DDP, because none has a duration. On devices, `timing` "
+    "and `graph_capture` may grow slowly.",
 )
 DEAD_THREADS = gauge(
     "dead_threads",

@@ -199,14 +199,7 @@ class CallRecorder(RecorderFields):
         ]
         if reader.payload_times_group_size:
             calls[0].payload_bytes *= group.size
-        rank_set = group.rank_set
-        if not reader.point_to_point and (
-            get_ident() == self._training_thread or self._is_training_thread()
-        ):
-            rank_set.issued += 1
-            calls[0].sequence = rank_set.issued
-        rank_set.recent.extend(calls)
-        is_marked = False
+        is_marked = is_captured = False
         try:
             if self._coalescing and process_group in self._coalescing:
                 self._record_coalesced(calls, process_group)
@@ -215,7 +208,9 @@ class CallRecorder(RecorderFields):
             elif group.counts_calls:
                 group.begin_count(calls, process_group)
             is_marked = device_index == ON_CPU or self._mark_start(calls, device_index)
+            is_captured = not is_marked
         finally:
+            self._number(calls, reader, is_captured=is_captured)
             if not is_marked:
                 self._leave_out(calls)
                 if reader.use_group_sequence:
@@ -242,6 +237,22 @@ class CallRecorder(RecorderFields):
             self._under_way.difference_update(calls)
             self._leave_out(calls)
             raise
+
+    def _number(
+        self, calls: list[CollectiveCall], reader: CallReader, *, is_captured: bool
+    ) -> None:
+        """Add calls to their rank set, with a number if all members issue them in this order.
+
+        A call that becomes part of a graph does not run, and ranks may capture graphs differently
+        often.
+        """
+        rank_set = calls[0].group.rank_set
+        if not (is_captured or reader.point_to_point) and (
+            get_ident() == self._training_thread or self._is_training_thread()
+        ):
+            rank_set.issued += 1
+            calls[0].sequence = rank_set.issued
+        rank_set.recent.extend(calls)
 
     def _is_training_thread(self) -> bool:
         return is_training_thread(self._training_thread)
@@ -320,7 +331,7 @@ class CallRecorder(RecorderFields):
         issued = group.num_issued()
         if issued is not None and issued < group.recorded:
             group.recorded = issued  # the arguments were wrong, so the group never saw the call
-            if call.sequence == group.rank_set.issued:
+            if call.sequence and call.sequence == group.rank_set.issued:
                 group.rank_set.issued -= 1
             call.sequence = 0
         elif self._on_failed is not None and call.sequence and isinstance(error, Exception):

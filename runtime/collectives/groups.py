@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import distributed_c10d as c10d
 
 from ...metrics.catalog.labels import GROUPS, OPS
 from ..common import accelerator
@@ -61,6 +62,15 @@ class RankSet(RankSetFields):
     def role(self) -> str:
         """The most specific role of its groups."""
         return min(self.roles, key=GROUPS.index, default="other")
+
+    def forget_until(self, number: int) -> None:
+        """Forget the calls up to this number, and number the calls after it from 1 on."""
+        later = [call for call in self.recent.copy() if call.sequence > number]
+        for call in later:
+            call.sequence -= number
+        self.recent.clear()
+        self.recent.extend(later)
+        self.issued -= number
 
 
 class Group(GroupFields):
@@ -254,6 +264,9 @@ class Groups:
         self._p2p_role_of: RoleOf = _unknown_role
         self.by_id: dict[int, Group] = {}
         self._rank_sets: dict[tuple[int, ...], RankSet] = {}
+        self._world: weakref.ref[ProcessGroup] | None = None
+        # The number of the last call before the script had this default process group.
+        self._issued_before: dict[RankSet, int] = {}
 
     def rank_sets(self) -> list[RankSet]:
         """Return the rank sets seen so far."""
@@ -273,6 +286,7 @@ class Groups:
         if known is None or known.reference() is not group:
             if not isinstance(group, ProcessGroup):
                 return None
+            self._find_world()
             rank_set = self._rank_set_of(group)
             if rank_set is None:
                 return None
@@ -307,6 +321,27 @@ class Groups:
                 known.set_role(role_of(group))
                 if known.point_to_point is not None:
                     known.point_to_point.set_role(p2p_role_of(group))
+        self._label_rank_sets()
+
+    def forget_destroyed(self) -> None:
+        """Start over if the script has destroyed the default process group and made another one.
+
+        It has destroyed all earlier groups then. Perhaps because one rank has failed: the ranks
+        have not issued the same calls on them, so the first call of the new groups has number 1.
+        This does not depend on when a rank calls this. No calls may be compared meanwhile.
+        """
+        self._find_world()
+        issued_before, self._issued_before = self._issued_before, {}
+        if not issued_before:
+            return
+        for key, known in list(self.by_id.items()):
+            if known.reference() not in c10d._world.pg_map:
+                self.by_id.pop(key, None)
+        living = {known.rank_set for known in self.known()}
+        for rank_set, number in issued_before.items():
+            rank_set.forget_until(number)
+            if not rank_set.issued and rank_set not in living:
+                self._rank_sets.pop(rank_set.members, None)
         self._label_rank_sets()
 
     def drain_coverage(self) -> float | None:
@@ -348,6 +383,17 @@ class Groups:
                 counts.append((known, issued, recorded))
                 known.seen_from += counted
         return counts
+
+    def _find_world(self) -> None:
+        """Note the last calls before the present default process group, if it is another one.
+
+        Nothing changes if the script exchanges the default group and keeps the earlier one.
+        """
+        world, before = torch.distributed.group.WORLD, self._world
+        if world is None or (before is not None and before() in c10d._world.pg_map):
+            return
+        self._world = weakref.ref(world)
+        self._issued_before = {each: each.issued for each in self.rank_sets()}
 
     def _point_to_point(self, known: Group) -> Group:
         group = known.reference()

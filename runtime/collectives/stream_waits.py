@@ -18,6 +18,8 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol
 
+import torch
+
 from ..common import accelerator
 from ..common.accelerator import Event, Stream
 from ..common.fail_open import FailOpen
@@ -41,14 +43,12 @@ class StreamWaitTracker:
         dropped_in_capture: Number of calls and waits that were left out because a graph was being
             captured.
         replayed_calls: Number of calls in replays of captured graphs.
-        last_replay_ns: When the training thread last replayed a graph, on the clock of
-            `perf_counter_ns`; 0 before the first replay.
         training_thread: Identifier of the training thread.
         device_index: The device on which events are recorded; None until the device is initialized.
     """
 
     def __init__(self, events: EventPool) -> None:
-        self.dropped_in_capture = self.replayed_calls = self.last_replay_ns = 0
+        self.dropped_in_capture = self.replayed_calls = 0
         self._events = events
         self._accelerator = accelerator.current
         self._current_device = self._accelerator.current_device
@@ -118,13 +118,18 @@ class StreamWaitTracker:
         if graph is not None:
             self._accelerator.captured_graphs[id(graph)] = graph
 
+    def on_graph_reset(self, graph: Any) -> None:
+        """Forget a graph that releases what it has captured. It may capture again."""
+        self._accelerator.captured_graphs.pop(id(graph), None)
+        self._captured.pop(graph, None)
+
     def on_replay(self, graph: Any) -> None:
         """Count the calls of a graph that runs: neither Python nor their groups see them.
 
         If the graph is a whole step, its replay is the only sign of progress.
         """
-        if is_training_thread(self.training_thread):
-            self.last_replay_ns = perf_counter_ns()
+        if self._phase_timer is not None and is_training_thread(self.training_thread):
+            self._phase_timer.mark_replay()
         for group, num_calls in self._captured.get(graph, _NO_CALLS).items():
             group.replayed += num_calls
             self.replayed_calls += num_calls
@@ -285,6 +290,14 @@ class StreamHooks:
         self._patches = PatchSet()
         self._accelerator = accelerator.current
         device = self._accelerator
+        # torch 2.13 has a class for the graphs of any accelerator, too.
+        graphs = dict.fromkeys((device.Graph, getattr(torch.accelerator, "Graph", device.Graph)))
+        of_graphs: tuple[tuple[str, Callable[..., Any]], ...] = (
+            ("capture_begin", lambda graph, *_, **__: waits.on_capture_begin(graph)),
+            ("capture_end", lambda *_: waits.on_capture_end()),
+            ("replay", waits.on_replay),
+            ("reset", waits.on_graph_reset),
+        )
         # `Stream.wait_event` calls `Event.wait`, and `Stream.record_event` calls `Event.record`.
         hooks: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (device.Stream, "wait_stream", waits.on_stream_wait),
@@ -293,9 +306,7 @@ class StreamHooks:
             (device.Event, "wait", waits.on_event_wait),
             (device.Event, "synchronize", waits.on_event_sync),
             (device.module, "synchronize", lambda *_, **__: waits.on_device_sync()),
-            (device.Graph, "capture_begin", lambda graph, *_, **__: waits.on_capture_begin(graph)),
-            (device.Graph, "capture_end", lambda *_: waits.on_capture_end()),
-            (device.Graph, "replay", waits.on_replay),
+            *((graph, name, hook) for graph in graphs for name, hook in of_graphs),
         )
         self._hooks = [
             (owner, name, fail_open.wrap("streams", hook)) for owner, name, hook in hooks

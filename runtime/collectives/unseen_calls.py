@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 from ...metrics.catalog.labels import OPS
 from .groups import CollectiveCall, Group, Groups, lowest_coverage, sequence_number
 
-# Share of time that reading the Flight Recorder may take. A full buffer takes about 25 ms.
+# Share of a core that reading the Flight Recorder may take. A full buffer takes about 25 ms of CPU
+# time. On a busy machine a read takes a multiple of that, and steps wait for the next read.
 READ_TIME_RATIO = 0.005
 MIN_PAUSE_SECONDS = 0.9  # less than the pause of the watch thread, which reads
 # The Flight Recorder's names of operations contain these words. The first that matches counts.
@@ -152,15 +153,17 @@ class FlightRecorder:
     Args:
         dump: Returns the Flight Recorder's content; None if this version of torch has none.
         now: A monotonic clock, in seconds.
+        cpu_now: The CPU time of the calling thread, in seconds.
     """
 
     def __init__(
         self,
         dump: Callable[[], Mapping[str, Any]] | None = None,
         now: Callable[[], float] = time.monotonic,
+        cpu_now: Callable[[], float] = time.thread_time,
     ) -> None:
         self._dump = dump or _dump_of_torch()
-        self._now = now
+        self._now, self._cpu_now = now, cpu_now
         self._read_at, self._due = float("-inf"), 0.0
         self._entries: _Entries = {}
         self._recorded: dict[Group, Counter[tuple[int, int]]] = {}
@@ -184,9 +187,9 @@ class FlightRecorder:
         began = self._now()
         if began < self._due and not at_once:
             return False
-        self._read_at = began
+        self._read_at, cpu_began = began, self._cpu_now()
         self._entries = dict(_entries(self._dump()))
-        cost_seconds = self._now() - began
+        cost_seconds = self._cpu_now() - cpu_began
         self._due = began + max(MIN_PAUSE_SECONDS, cost_seconds / READ_TIME_RATIO)
         return True
 

@@ -239,8 +239,8 @@ class CollectiveCall:
         dtype: The data type of the payload; None without a payload.
         phase: The phase in which the call was issued, as an index of PHASES.
         sequence: The number of the call, from 1 on, among the calls that all members of the rank
-            set issue. 0 for a point-to-point call, and for a call from a thread whose order of
-            calls differs between ranks.
+            set issue. 0 for a point-to-point call, for a call that a graph captures, and for a call
+            from a thread whose order of calls differs between ranks.
         start_ns: When the call was issued.
         end_ns: When the call ended; 0 until then.
         issued_ns: When the call returned, if it blocked training. Otherwise `start_ns`.

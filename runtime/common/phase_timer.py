@@ -36,6 +36,7 @@ class PhaseTimer(PhaseClock):
         pausing_threads: Identifiers of the other threads that evaluate, save or load now.
         current: The innermost phase, an index of PHASES.
         since_ns: Time of the last change of phase.
+        replayed_ns: Time of the last `mark_replay`; 0 before the first.
         left_training: Set when an evaluation or a checkpoint begins. The reader resets it.
         on_change: Called with the current phase before the phase changes, unless None.
         records_intervals: Whether `record_intervals` was called.
@@ -43,7 +44,7 @@ class PhaseTimer(PhaseClock):
             None.
     """
 
-    __slots__ = ("_clock", "pausing_threads", "records_intervals")
+    __slots__ = ("_clock", "pausing_threads", "records_intervals", "replayed_ns")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         super().__init__(now_ns, len(PHASES), OTHER, NON_TRAINING)
@@ -52,6 +53,7 @@ class PhaseTimer(PhaseClock):
         self.pausing_threads: list[int] = []
         self.records_intervals = False
         self.since_ns = now_ns()
+        self.replayed_ns = 0
 
     def is_on_training_thread(self) -> bool:
         """Whether the calling thread is the training thread. May be called on any thread."""
@@ -86,9 +88,21 @@ class PhaseTimer(PhaseClock):
         """Whether the clock is stopped. May be read on any thread."""
         return self._stopped
 
+    def mark_replay(self) -> None:
+        """Count the replay of a captured graph as activity.
+
+        If the graph is a whole step, no phase begins or ends in it.
+        """
+        self.replayed_ns = self._clock()
+
+    @property
+    def activity_ns(self) -> int:
+        """Time of the last change of phase or replay. May be read on any thread."""
+        return max(self.since_ns, self.replayed_ns)
+
     def idle_seconds(self) -> float:
-        """Return the time since the last change of phase. May be called on any thread."""
-        return (self._clock() - self.since_ns) / 1e9
+        """Return the time since the last activity. May be called on any thread."""
+        return (self._clock() - self.activity_ns) / 1e9
 
     def forward_only_ns(self) -> int:
         """Return the time of forward passes and evaluations since the last step.

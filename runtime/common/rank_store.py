@@ -44,7 +44,7 @@ MAX_POLL_SECONDS = 30.0
 # Most connections that zerowatch keeps from each rank to the store: a RankStore, a comparison
 # thread, and two of a TrainingRun.
 CLIENTS_PER_RANK = 4
-_THIS_PROCESS = secrets.token_hex(4)
+_THIS_PROCESS = secrets.token_hex(4)  # forked processes share it
 _has_room = False  # in this process, for the clients of the ranks
 
 
@@ -339,7 +339,7 @@ class StoreNamespace:
 
     def own_token(self) -> str:
         """Return the token of this process, which it writes as rank 0."""
-        return f"{self._attempt}-{_THIS_PROCESS}"
+        return f"{self._attempt}-{_THIS_PROCESS}-{os.getpid()}"
 
 
 def job_store() -> Store | None:

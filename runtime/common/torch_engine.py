@@ -86,7 +86,7 @@ class TorchEngine:
         return "none"
 
     def group_roles(self) -> Iterator[tuple[dist.ProcessGroup, str]]:
-        """Yield the process groups of DDP and of device meshes.
+        """Yield the process groups of DDP, of torch's pipeline stages, and of device meshes.
 
         These are the meshes on which parameters are sharded, and all dimensions with a usual name:
         context parallelism shards no parameters.
@@ -94,6 +94,8 @@ class TorchEngine:
         model = self.model
         if isinstance(model, DistributedDataParallel):
             yield model.process_group, "dp"
+        for group in _groups_of_stages(model):
+            yield group, "pp"
         for group in list(c10d._world.pg_map):
             origin, _, named = group.group_desc.partition("_")
             if origin == "mesh" and named in _ROLE_OF_DIMENSION:
@@ -114,6 +116,38 @@ class TorchEngine:
                 is_only = name is None and mesh.ndim == 1  # fully_shard's own mesh has no names
                 role = "dp" if is_only else _ROLE_OF_DIMENSION.get(name or "", "other")
                 yield mesh.get_group(dimension), role
+
+
+def _groups_of_stages(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Return the process groups of torch's pipeline stages that have parameters of a model.
+
+    Other stages may be left over from an earlier training. A stage without a group uses that of all
+    ranks.
+    """
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    base = getattr(module, "_PipelineStageBase", None)
+    if base is None:
+        return []
+    own = {id(one) for one in model.parameters()}
+    groups = []
+    for stage in map(vars, _instances(base)):
+        part: Any = stage.get("submod")
+        group = stage.get("group")
+        if _is_module(part) and any(id(one) in own for one in part.parameters()):
+            groups.append(dist.group.WORLD if group is None else group)
+    return [group for group in dict.fromkeys(groups) if group in c10d._world.pg_map]
+
+
+def _instances(base: type) -> list[Any]:
+    """Return the objects of a class and its subclasses.
+
+    `gc.get_referrers` takes a tenth of the time of a loop over all objects, and runs no code of
+    theirs, such as that of a metaclass.
+    """
+    kinds = [base]
+    for kind in kinds:  # the list grows
+        kinds += type.__subclasses__(kind)
+    return [one for one in gc.get_referrers(*kinds) if any(type(one) is kind for kind in kinds)]
 
 
 # The values live as long as the models, because a watch refers to an engine weakly.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...metrics.catalog import across_ranks, communication, devices, memory, training
+from ...metrics.catalog import across_ranks, communication, devices, memory, overhead, training
 from ...metrics.catalog.labels import NON_TRAINING_PHASES, PHASES
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder, Snapshot
@@ -48,6 +48,8 @@ class _Reading:
     generate: float
     data: float
     comm: float
+    untimed: float  # number of calls without a duration
+    coverage: float  # of the last step: recorded calls over counted ones
     exposed: float
     wait: float
 
@@ -119,8 +121,9 @@ class RankFigures:
         passes = seconds - (after.generate - before.generate)  # FLOPs of generation do not count
         exposed: float | None = after.exposed - before.exposed
         wait: float | None = after.wait - before.wait
-        if not exposed and after.comm > before.comm:
-            exposed = wait = None  # the calls of these steps have not been compared yet
+        has_calls = after.comm > before.comm or after.untimed > before.untimed or after.coverage < 1
+        if not exposed and has_calls:
+            exposed = wait = None  # not compared yet, or without durations, such as calls of DDP
         elapsed = None
         if before.last_step_at is not None and after.last_step_at is not None:
             elapsed = after.last_step_at - before.last_step_at
@@ -165,6 +168,7 @@ class RankFigures:
 
 def _reading(snapshot: Snapshot, now: float, last_step_at: float | None) -> _Reading:
     phases = {phase: snapshot.value(training.PHASE_SECONDS, phase) or 0.0 for phase in PHASES}
+    coverage = snapshot.value(communication.COMM_COVERAGE_RATIO)
     return _Reading(
         at=now,
         last_step_at=last_step_at,
@@ -175,6 +179,8 @@ def _reading(snapshot: Snapshot, now: float, last_step_at: float | None) -> _Rea
         generate=phases["generate"],
         data=phases["data"],
         comm=snapshot.total(communication.COMM_UNION_SECONDS),
+        untimed=snapshot.value(overhead.DROPPED_RECORDS, "timing") or 0.0,
+        coverage=1.0 if coverage is None else coverage,
         exposed=snapshot.total(communication.COMM_EXPOSED_SECONDS),
         wait=snapshot.total(communication.COMM_WAIT_SECONDS),
     )

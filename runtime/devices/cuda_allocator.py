@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
+from operator import is_
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary, ref
@@ -75,10 +76,11 @@ class CudaMemory:
     allocator returns free pieces too, and they do not count.
 
     What is free in the private pool of a captured graph counts always: the allocator neither lends
-    nor returns it as long as the graph exists. To find it takes a reading of all blocks, so it is
-    read again only if graphs have been captured or freed in the last ten seconds, and after a
-    shortage. If only some graphs were freed, their pools count until the allocator has returned
-    them. Without any graph nothing counts, also not the pools that a script makes itself.
+    nor returns it as long as the graph exists. To find it takes a reading of all blocks, which may
+    take 0.3 s. So it is read again, within ten seconds, only if graphs have been captured, reset or
+    freed, and after a shortage, then every ten seconds at most. If only some graphs were freed,
+    their pools count until the allocator has returned them. Without any graph nothing counts, also
+    not the pools that a script makes itself.
     """
 
     def __init__(
@@ -104,10 +106,12 @@ class CudaMemory:
         self._available = self._total = 0.0
         self._num_shortages = 0
         self._has_expandable_segments = False
-        # Those that existed at the last reading. A new graph may have the id of a freed one.
+        # Those of the last reading. They are compared by identity: a graph that was reset may have
+        # captured again, and a new graph may have the id of a freed one.
         self._graphs: list[ref[Any]] = []
         self._private_pool_bytes = 0
-        self._limit_due = float("-inf")
+        self._limit_due = self._pools_due = float("-inf")
+        self._was_short = False  # since the last reading of the pools
 
     @property
     def own_peaks(self) -> bool:
@@ -146,14 +150,16 @@ class CudaMemory:
             free, self._total = self._device.memory_info(self._index)
             self._available = free + reserved
             self._has_expandable_segments = self._device.has_expandable_segments()
-            self._read_private_pools(is_short=is_short)
+            self._was_short |= is_short
+            self._read_private_pools(now)
         return min(self._available, self._device.memory_fraction(self._index) * self._total)
 
-    def _read_private_pools(self, *, is_short: bool) -> None:
+    def _read_private_pools(self, now: float) -> None:
         references = self._device.captured_graphs.valuerefs()  # other threads may capture graphs
         graphs: list[ref[Any]] = [each for each in references if each() is not None]
-        if is_short or graphs != self._graphs:
-            self._graphs = graphs
+        is_same = len(graphs) == len(self._graphs) and all(map(is_, graphs, self._graphs))
+        if not is_same or (self._was_short and now >= self._pools_due):
+            self._graphs, self._was_short, self._pools_due = graphs, False, now + _LIMIT_SECONDS
             self._private_pool_bytes = 0
             if graphs:
                 self._private_pool_bytes = self._device.private_pool_bytes(self._index)

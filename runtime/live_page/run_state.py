@@ -163,7 +163,13 @@ def _communication(snapshot: Snapshot, recent: Point | None) -> dict[str, object
         for (phase,), spent in snapshot.values.get(training.PHASE_SECONDS, {}).items()
         if phase not in NON_TRAINING_PHASES
     )
-    exposed = snapshot.total(communication.COMM_EXPOSED_SECONDS)
+    exposed: float | None = snapshot.total(communication.COMM_EXPOSED_SECONDS)
+    coverage = snapshot.value(communication.COMM_COVERAGE_RATIO)
+    has_untimed_calls = snapshot.value(overhead.DROPPED_RECORDS, "timing") or (
+        coverage is not None and coverage < 1
+    )
+    if not exposed and has_untimed_calls:
+        exposed = None  # no call has a duration, such as those of DDP
     return {
         "exposed_ratio": exposed_ratio,
         "run_exposed_ratio": ratio_or_none(exposed, training_seconds),
@@ -176,7 +182,7 @@ def _communication(snapshot: Snapshot, recent: Point | None) -> dict[str, object
         "recent_causes": recent_causes,
         "wire_bytes": snapshot.total(communication.COLLECTIVE_WIRE_BYTES),
         "volume_ratio": snapshot.value(communication.COMM_VOLUME_RATIO),
-        "coverage": snapshot.value(communication.COMM_COVERAGE_RATIO),
+        "coverage": coverage,
         "link_bandwidth": _by_label(snapshot, communication.COMM_LINK_BANDWIDTH),
     }
 

@@ -54,13 +54,17 @@ class MemoryReader:
 
     @property
     def age_seconds(self) -> float:
-        """The seconds since the last reading."""
+        """The seconds since the last reading of all devices."""
         return time.monotonic() - self._read_at
 
-    def read(self) -> Readings:
-        """Return bytes by device and state. Peaks cover the time since the previous reading."""
+    def read(self, only: str | None = None) -> Readings:
+        """Return bytes by device and state. Peaks cover the time since the previous reading.
+
+        Args:
+            only: The one device to read. If None, all are read.
+        """
         with self._lock:
-            return self._read()
+            return self._read(only)
 
     def sample_step(self) -> Readings:
         """Return the readings, with the peaks since the last `sample_step`."""
@@ -123,11 +127,12 @@ class MemoryReader:
             self._read()
             self._is_generating = is_generating
 
-    def _read(self) -> Readings:
-        self._read_at = time.monotonic()
+    def _read(self, only: str | None = None) -> Readings:
+        if only is None:
+            self._read_at = time.monotonic()
         readings: dict[str, Reading] = {}
         for device, read in self._probes.items():
-            states = read()
+            states = read() if only in (None, device) else None
             if states:
                 readings[device] = self._apply_budget(device, states)
                 self._update_peaks(device, states)

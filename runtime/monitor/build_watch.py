@@ -75,6 +75,7 @@ def build_watch(
     process, recorder = this_process(), Recorder()
     device = device_of(engine)
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
+    calls.groups.forget_destroyed()
     with ExitStack() as undo:
         # The server starts first, to answer scrapes from now on.
         store = RankStore(process, watch_index)

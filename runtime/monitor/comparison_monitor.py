@@ -181,7 +181,6 @@ def hang_context(context: WatchContext, thread: ComparisonThread) -> HangContext
         folder=context.folder,
         is_training=is_training,
         device_index=context.device_index,
-        last_replay_ns=lambda: context.call_recorder.stream_waits.last_replay_ns,
     )
 
 
@@ -192,6 +191,6 @@ def each_rank_has_own_data(engine: Any) -> bool:
     """
     if not isinstance(engine, TorchEngine):
         return is_data_parallel(engine)
-    groups = [group for group, _ in engine.group_roles()]
-    roles = {role for _, role in engine.group_roles()}
-    return roles == {"dp"} and all(group.size() == dist.get_world_size() for group in groups)
+    found = list(engine.group_roles())
+    roles = {role for _, role in found}
+    return roles == {"dp"} and all(group.size() == dist.get_world_size() for group, _ in found)

@@ -13,6 +13,7 @@ from ...metrics.settings import MemorySettings
 from ..common.gil_pauses import let_training_run
 from ..common.liveness_file import LivenessFile
 from ..common.torch_engine import TorchEngine
+from ..cross_rank.hang.thread_stacks import runs_python
 from ..devices.libc_memory import free_heap_bytes
 from ..devices.memory_probes import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
@@ -97,7 +98,7 @@ class MemoryMonitor:
             self._offload = context.fail_open.call(
                 "offload", OffloadTraffic, engine, context.fail_open, context.call_recorder.events
             )
-        self._read = wrap("memory metrics", self._reader.read)
+        self._read = wrap("memory metrics", self._read_between_steps)
         self._tasks = self._periodic_tasks()
 
     @property
@@ -158,6 +159,19 @@ class MemoryMonitor:
             call("memory", end)
         if self._liveness is not None:
             self._liveness.close()
+
+    def _read_between_steps(self) -> Readings:
+        """Read the memory on the watch thread; only that of the host if training is in a call.
+
+        The next publication then tries to read the device again.
+
+        The call may hold the lock of torch's allocator until the device is idle, as cudaFree after
+        a shortage does, which in a hang never ends. To read the allocator takes this lock with the
+        interpreter lock held: then no thread of Python would run, and the hang not be reported.
+        """
+        timer = self._context.phase_timer
+        reads_all = timer.is_stopped or runs_python(timer.training_thread)
+        return self._reader.read(None if reads_all else "cpu")
 
     def _new_oom_reporter(self) -> OomReporter:
         parts = MemoryParts(

@@ -150,7 +150,7 @@ class _Parts:
         return State(
             values=values,
             removed=removed,
-            since_ns=phase_timer.since_ns,
+            since_ns=phase_timer.activity_ns,
             issued={each.key: each.issued for each in calls.groups.rank_sets()},
             pause=self.hangs.monitor.expected_pause(),
             hangs=self.hangs.hangs,
@@ -200,6 +200,7 @@ def build_separate_watch(
     identity = this_process()
     device = device_of(engine)
     calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
+    calls.groups.forget_destroyed()
     with ExitStack() as undo:
         changes = EngineChanges(engine_ref)
         is_logged = settings.run_log.enabled

@@ -116,7 +116,7 @@ class State:
     Attributes:
         values: Series with a new value: of a counter by how much it has grown, of other metrics
             the value. `removed` are those that have ended.
-        since_ns: The time of the last change of phase, of a clock that processes share.
+        since_ns: The time of the last change of phase or replay, of a clock that processes share.
         issued: The number of the last call issued on each rank set, by its key.
         pause: Why this rank is expected to make no progress; None while it trains.
         hangs: Whether this rank announces a hang.

@@ -215,8 +215,8 @@ def send_in_flight(
 ) -> list[tuple[Any, ...]]:
     """Return the numbered calls that were issued and not sent yet, of all rank sets.
 
-    A settled one among them is in no batch: it was left out, for example because a graph was being
-    captured.
+    A settled one among them is in no batch: it was left out, for example because its start could
+    not be marked.
 
     Args:
         known: The process groups seen so far.

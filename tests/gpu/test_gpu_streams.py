@@ -159,6 +159,7 @@ torch.cuda.synchronize()
 torch.cuda._sleep(2_000_000_000)
 late.record()
 torch.cuda.Event.query = lambda event: 1 / 0  # it holds the interpreter lock
+accelerator.current.ask_driver()
 passed = [accelerator.current.query_event(each) for each in (never, early, late)]
 torch.cuda.synchronize()
 out(passed=passed, at_the_end=accelerator.current.query_event(late))

@@ -43,8 +43,7 @@ class HangContext:
         folder: Returns the run folder, or None until the run has one.
         is_training: Returns whether the monitored module is in training mode.
         device_index: torch's index of the accelerator that this rank trains on. None on CPU.
-        last_replay_ns: Returns when training last replayed a captured graph, 0 if it never did.
-        now_ns: A clock in nanoseconds, also that of `last_replay_ns`.
+        now_ns: A clock in nanoseconds.
     """
 
     def __init__(
@@ -57,14 +56,13 @@ class HangContext:
         folder: Callable[[], Path | None],
         is_training: Callable[[], bool] = lambda: True,
         device_index: int | None = None,
-        last_replay_ns: Callable[[], int] = lambda: 0,
         now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self.rank = rank
         self._folder = folder
         self._groups = groups
         self._thread = thread
-        self._now_ns, self._last_replay_ns = now_ns, last_replay_ns
+        self._now_ns = now_ns
         self._device_index, self._is_device_lost = device_index, False
         self._this_thread = threading.local()
         self._seen: list[tuple[int, bool, bool]] = []
@@ -76,7 +74,7 @@ class HangContext:
         self._peers_hook = fail_open.wrap("hang peers", self._find_peers)
         self._rank_sets_hook = fail_open.wrap("hang groups", self._summarize_rank_sets)
         self._last_calls_hook = fail_open.wrap("hang calls", self._summarize_last_calls)
-        self._ask_driver_hook = fail_open.wrap("hang driver", self._query_last_event)
+        self._ask_driver_hook = fail_open.wrap("hang driver", self._ask_driver)
         self._divergence_hook = fail_open.wrap("hang divergence", lambda: thread.divergence)
         self._flight_recorder_dump_hook = fail_open.wrap("flight recorder", flight_recorder_dump)
         self._others_hang_hook = fail_open.wrap("hang notice", lambda: thread.others_hang)
@@ -104,7 +102,7 @@ class HangContext:
         return self._is_training_hook()
 
     def last_activity_ns(self) -> int | None:
-        """Return when a collective was last observed to start or end, or a graph was replayed.
+        """Return when a collective was last observed to start or end.
 
         This method compares the current state with the state at its last call, so recording a
         collective has no extra cost. The precision of the time is the interval between the calls.
@@ -179,12 +177,19 @@ class HangContext:
         is_ours = threading.current_thread().name.startswith("zerowatch-")
         return not is_ours or bool(self.prepare_thread())
 
-    def _query_last_event(self) -> None:
-        """Query an event of any call, running or ended. Blocks if the driver does."""
+    def _ask_driver(self) -> None:
+        """Query an event of any call, running or ended. Blocks if the driver does.
+
+        Without any recorded call, as in DDP, there is no such event.
+        """
         recent = (reversed(list(each.recent)) for each in self._groups.rank_sets())
         events = (call.end_event for calls in recent for call in calls)
         event = next((each for each in events if each is not None), None)
-        if event is not None and self._may_query():
+        if self._device_index is None or not self._may_query():
+            return
+        if event is None:
+            accelerator.current.ask_driver()
+        else:
             with suppress(RuntimeError):  # a kernel has failed, so the driver does answer
                 accelerator.current.query_event(event)
 
@@ -193,7 +198,7 @@ class HangContext:
         if seen != self._seen:
             self._seen = seen
             self._changed_ns = self._now_ns()
-        return max(self._changed_ns, self._last_replay_ns())
+        return self._changed_ns
 
     def _find_peers(self) -> Mapping[int, Heartbeat] | None:
         peers = self._thread.peers

@@ -174,10 +174,10 @@ class HangMonitor:
         """End a hang, and wait up to `timeout_seconds` for a report that is being written."""
         self._is_closed.set()
         self._thread.join(timeout_seconds)
-        self._context.close()
         if self._settings.enabled:
             self._set_no_hang()
         self._wait_for_report(timeout_seconds)
+        self._context.close()  # last: the report asks the driver, too
 
     def _check_if_late(self) -> None:
         """Check once a second while nothing else checks. Else only look from time to time."""
@@ -198,7 +198,7 @@ class HangMonitor:
             self._writing.join(timeout_seconds)
 
     def _activity_ns(self) -> int:
-        return max(self._phase_timer.since_ns, self._context.last_activity_ns() or 0)
+        return max(self._phase_timer.activity_ns, self._context.last_activity_ns() or 0)
 
     def _on_hang(self) -> None:
         with self._recorder.commit():

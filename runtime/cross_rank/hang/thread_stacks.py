@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from threading import get_ident
 from types import FrameType
 
 # Files that are on a stack only during a compilation. The list does not contain all files of
@@ -30,6 +32,8 @@ _DEBUGGERS = tuple(os.path.join(_PYTHON, file) for file in ("pdb.py", "code.py")
 _EVENT_LOOP = os.path.join(_PYTHON, "selectors.py")
 _NOTEBOOK = f"{os.sep}ipykernel{os.sep}"
 _SHUTDOWN = (os.path.join(_PYTHON, "threading.py"), "_shutdown")
+# Number of times, and seconds between them, that a thread is looked at to see whether it gets on.
+_LOOKS, _LOOK_SECONDS = 10, 0.01
 # Activities that show no progress, with the names that are announced to the peers.
 COMPILATION = "compilation"
 PROMPT = "a prompt"
@@ -54,6 +58,24 @@ def python_location(training_thread: int) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
+def runs_python(thread: int) -> bool:
+    """Return whether a thread runs Python code: whether it gets on within a tenth of a second.
+
+    Else it is in a call, which may hold other locks than the interpreter's. A thread without any
+    frame is in no call: it has ended, or is at Python's own prompt.
+    """
+    if thread == get_ident():
+        return True
+    before = _place(thread)
+    if not before:
+        return True
+    for _ in range(_LOOKS):
+        time.sleep(_LOOK_SECONDS)
+        if _place(thread) != before:
+            return True
+    return False
+
+
 def silent_activity_in(frames: Mapping[int, FrameType], training_thread: int) -> str | None:
     """Return `silent_activity`, given the frames by thread. Autograd's threads may compile, too."""
     if any(_compiles(frame) for frame in frames.values()):
@@ -67,6 +89,19 @@ def silent_activity_in(frames: Mapping[int, FrameType], training_thread: int) ->
     if stack[0][0] == _EVENT_LOOP and any(_NOTEBOOK in file for file, _ in stack):
         return PROMPT
     return END if stack[-1] == _SHUTDOWN else None
+
+
+def _place(thread: int) -> list[tuple[int, int]]:
+    """Return where a thread is. References to its frames would keep tensors alive.
+
+    The innermost frame alone does not tell: layers of one class are at the same line, and a new
+    frame may have the address of the one before it.
+    """
+    place, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        place.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return place
 
 
 def _is_ours(file: str) -> bool:

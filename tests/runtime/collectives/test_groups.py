@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the backend "fake"
 from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
+from torch.distributed import distributed_c10d
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.groups import (
@@ -320,3 +321,107 @@ def test_a_group_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert (counts, groups.known(), known.num_issued()) == ([], [], None)
     assert len(groups.rank_sets()) == 1
+
+
+def test_with_another_default_group_calls_are_numbered_from_one_and_old_groups_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = Groups()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def start(world_size: int) -> list[Any]:
+        start_world(world_size)
+        issue_on_world(groups)
+        return [groups.find(group) for group in (dist.group.WORLD, dist.new_group([0, 1]))]
+
+    start(3)
+    kept = dist.group.WORLD  # a script may refer to it for longer
+    groups.forget_destroyed()
+    groups.forget_destroyed()  # another watch on the same groups
+    before = [(each.members, each.issued, len(each.recent)) for each in groups.rank_sets()]
+    dist.destroy_process_group()
+    groups.forget_destroyed()
+    found = start(2)
+    groups.forget_destroyed()
+    [rank_set] = groups.rank_sets()
+    dist.destroy_process_group()
+
+    assert kept is not None
+    assert before == [((0, 1, 2), 1, 1), ((0, 1), 0, 0)]
+    assert (rank_set.members, rank_set.issued, len(rank_set.recent)) == ((0, 1), 1, 1)
+    assert rank_set.roles == ["world", "other"]
+    assert groups.known() == found
+
+
+def start_world(world_size: int) -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+
+
+def issue_on_world(*ranks: Groups) -> None:
+    """Issue a call of the world group on each of these ranks."""
+    for groups in ranks:
+        known = groups.find(dist.group.WORLD)
+        assert known is not None
+        made = call(known)
+        known.rank_set.issued += 1
+        made.sequence = known.rank_set.issued
+        known.rank_set.recent.append(made)
+
+
+def test_call_numbers_do_not_depend_on_when_a_watch_is_opened_on_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    early, late, new = Groups(), Groups(), Groups()  # the last one is a new process
+    start_world(2)
+    issue_on_world(early, late)
+    early.forget_destroyed()
+    issue_on_world(early, late)
+    late.forget_destroyed()
+    dist.destroy_process_group()
+
+    start_world(2)
+    early.forget_destroyed()
+    issue_on_world(early, late, new)
+    issue_on_world(early, late, new)
+    late.forget_destroyed()
+    new.forget_destroyed()
+    issue_on_world(early, late, new)
+    dist.destroy_process_group()
+
+    for groups in (early, late, new):
+        [rank_set] = groups.rank_sets()
+        assert rank_set.issued == 3
+        assert [each.sequence for each in rank_set.recent] == [1, 2, 3]
+
+
+def test_calls_before_the_first_watch_on_a_group_that_was_destroyed_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    groups = Groups()
+    start_world(3)
+    issue_on_world(groups)
+    dist.destroy_process_group()
+    start_world(2)
+    issue_on_world(groups)
+    groups.forget_destroyed()
+    dist.destroy_process_group()
+
+    assert [(each.members, each.issued) for each in groups.rank_sets()] == [((0, 1), 1)]
+
+
+def test_an_exchange_of_the_default_group_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    groups = Groups()
+    start_world(2)
+    world, other = dist.group.WORLD, dist.new_group([0, 1])
+    issue_on_world(groups)
+    groups.forget_destroyed()
+    distributed_c10d._update_default_pg(other)
+    groups.forget_destroyed()
+    distributed_c10d._update_default_pg(world)
+    dist.destroy_process_group()
+
+    assert [(each.members, each.issued) for each in groups.rank_sets()] == [((0, 1), 1)]
+    assert len(groups.known()) == 1

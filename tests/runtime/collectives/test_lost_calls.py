@@ -360,6 +360,19 @@ def test_a_failed_call_of_a_backend_that_does_not_count_is_reported(
     assert (call.sequence, uncounted.rank_set.issued, uncounted.recorded) == (3, 3, 3)
 
 
+@pytest.mark.usefixtures("uncounted")
+def test_a_refused_call_without_a_number_does_not_change_the_numbers(
+    rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Group, "num_issued", lambda _: 0)
+    (call,) = rank.recorder.on_call(reader_of("send"), (torch.ones(8), 1), {}) or []
+    call.group.recorded = 1
+
+    rank.recorder.on_error(call, ValueError("wrong arguments"))
+
+    assert (call.sequence, call.group.rank_set.issued) == (0, 0)
+
+
 def test_a_backend_that_does_not_count_is_asked_once(
     rank: DeviceRank, uncounted: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

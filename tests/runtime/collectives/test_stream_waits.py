@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from fakes.device_rank import DeviceRank
 from fakes.sleeping_collectives import MS, FourRankGroup
 from fakes.waits_for_calls import (
@@ -21,7 +22,6 @@ from fakes.waits_for_calls import (
 )
 
 from zerowatch.metrics.catalog.labels import PHASES
-from zerowatch.runtime.collectives import stream_waits
 from zerowatch.runtime.collectives.stream_waits import MAX_EVENTS
 from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER
 
@@ -145,25 +145,50 @@ def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: D
     assert step.exposed_seconds == 0.0
 
 
-def test_a_replay_on_the_training_thread_is_noted_with_its_time(
+def test_calls_that_become_part_of_a_graph_get_no_number(rank: DeviceRank) -> None:
+    rank.reduce(10)
+    graph = rank.cuda.Graph()
+    graph.capture_begin()  # another rank may capture less often
+    rank.reduce(10)
+    rank.begin(10)
+    graph.capture_end()
+    rank.reduce(10)
+    rank_set = rank.recorder.groups.find(None).rank_set
+
+    assert [call.sequence for call in rank_set.recent] == [1, 0, 0, 2]
+    assert rank_set.issued == 2
+    assert rank.recorder.dropped_in_capture == 2
+    assert not rank.failures
+
+
+def test_a_call_whose_start_cannot_be_marked_keeps_its_number(
     rank: DeviceRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_waits, "perf_counter_ns", rank.host)
-    waits, graph = rank.recorder.stream_waits, rank.cuda.Graph()
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    monkeypatch.setattr(rank.recorder.events, "record", refuse)
+    rank.reduce(10)
+    rank_set = rank.recorder.groups.find(None).rank_set
+
+    assert [(call.sequence, call.settled) for call in rank_set.recent] == [(1, True)]
+
+
+def test_a_replay_on_the_training_thread_is_activity(rank: DeviceRank) -> None:
+    graph = rank.cuda.Graph()
     graph.capture_begin()
     graph.capture_end()
-    before = waits.last_replay_ns
-    rank.host.elapse(5)
-    replayed_at = rank.host.now_ns
+    rank.host.elapse(5000)
+    idle_before = rank.phases.idle_seconds()
     graph.replay()
-    after = waits.last_replay_ns
+    idle_after = rank.phases.idle_seconds()
 
-    rank.host.elapse(5)
+    rank.host.elapse(5000)
     other = threading.Thread(target=graph.replay)  # a graph of an evaluation, for example
     other.start()
     other.join()
 
-    assert (before, after, waits.last_replay_ns) == (0, replayed_at, replayed_at)
+    assert (idle_before, idle_after, rank.phases.idle_seconds()) == (5.0, 0.0, 5.0)
 
 
 def test_the_captured_graphs_that_still_exist_are_known(rank: DeviceRank) -> None:
@@ -178,6 +203,46 @@ def test_the_captured_graphs_that_still_exist_are_known(rank: DeviceRank) -> Non
 
     assert num_before == 2
     assert list(rank.cuda.captured_graphs.values()) == graphs
+
+
+def test_a_graph_that_is_reset_has_captured_nothing_until_it_captures_again(
+    rank: DeviceRank,
+) -> None:
+    graph, found = rank.cuda.Graph(), []
+    for use in (graph.capture_begin, graph.capture_end, graph.reset) * 2:
+        use()
+        found.append(len(rank.cuda.captured_graphs))
+
+    assert found == [0, 1, 0, 0, 1, 0]
+
+
+class AnyGraph:
+    """`torch.accelerator.Graph`, which calls the graph of the accelerator in C++."""
+
+    def capture_begin(self) -> None:
+        """Do nothing."""
+
+    capture_end = replay = reset = capture_begin
+
+
+def test_graphs_of_torch_s_class_for_any_accelerator_are_seen_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = dict(vars(AnyGraph))
+    monkeypatch.setattr(torch.accelerator, "Graph", AnyGraph, raising=False)
+    rank, graph = DeviceRank(monkeypatch), AnyGraph()
+
+    graph.capture_begin()
+    graph.capture_end()
+    num_captured = len(rank.cuda.captured_graphs)
+    rank.host.elapse(5000)
+    graph.replay()
+    idle_seconds = rank.phases.idle_seconds()
+    graph.reset()
+    rank.instrumentation.close()
+
+    assert (num_captured, idle_seconds, len(rank.cuda.captured_graphs)) == (1, 0.0, 0)
+    assert dict(vars(AnyGraph)) == before
 
 
 def test_events_are_used_again_once_read(rank: DeviceRank) -> None:

@@ -141,7 +141,7 @@ def test_a_slow_read_makes_the_pause_longer() -> None:
         clock.seconds += 0.1
         return {}
 
-    flight = FlightRecorder(dump, now=clock)
+    flight = FlightRecorder(dump, now=clock, cpu_now=clock)
     flight.read_for(unseen(group, 1), at_once=False)
     clock.seconds += 10 * MIN_PAUSE_SECONDS
 
@@ -156,12 +156,28 @@ def test_reading_takes_at_most_one_two_hundredth_of_the_time(seconds: float, is_
         clock.seconds += 0.1
         return {}
 
-    flight = FlightRecorder(dump, now=clock)
+    flight = FlightRecorder(dump, now=clock, cpu_now=clock)
     began = clock.seconds
     flight.read_for(unseen(group, 1), at_once=False)
     clock.seconds = began + seconds
 
     assert flight.read_for(unseen(group, 1, counted_at=clock.seconds), False) is is_read
+
+
+def test_a_read_that_waits_for_a_busy_machine_does_not_delay_the_next_one() -> None:
+    clock, cpu, group = FakeClock(), FakeClock(), Group()
+
+    def dump() -> dict[str, Any]:
+        clock.seconds += 0.5  # of which it runs for a hundredth
+        cpu.seconds += 0.005
+        return {}
+
+    flight = FlightRecorder(dump, now=clock, cpu_now=cpu)
+    began = clock.seconds
+    flight.read_for(unseen(group, 1), at_once=False)
+    clock.seconds = began + 1.0
+
+    assert flight.read_for(unseen(group, 1, counted_at=clock.seconds), at_once=False)
 
 
 def test_calls_that_were_counted_before_the_last_read_need_no_other() -> None:

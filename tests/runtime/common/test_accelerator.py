@@ -321,6 +321,33 @@ def test_an_event_that_was_never_recorded_has_passed_as_for_torch(
     assert runtime.handles == []
 
 
+@pytest.mark.parametrize(
+    ("status", "after"), [(0, ("destroyed", 2**40)), (2, ("error cleared", None))]
+)
+def test_the_driver_is_asked_by_an_event_of_the_runtime_s_own_that_does_not_remain(
+    monkeypatch: pytest.MonkeyPatch, status: int, after: tuple[str, int | None]
+) -> None:
+    calls: list[tuple[str, int | None]] = []
+
+    def create(handle: Any) -> int:
+        calls.append(("created", None))
+        if status == 0:
+            handle._obj.value = 2**40
+        return status
+
+    functions = {
+        "EventCreate": create,
+        "EventDestroy": lambda handle: calls.append(("destroyed", handle.value)),
+        "GetLastError": lambda: calls.append(("error cleared", None)),
+    }
+    monkeypatch.setattr(accelerator, "_runtime_function", functions.get)
+    accelerator.CudaAccelerator().ask_driver()
+    monkeypatch.setattr(accelerator, "_runtime_function", lambda name: None)
+    accelerator.CudaAccelerator().ask_driver()
+
+    assert calls == [("created", None), after]
+
+
 @pytest.mark.parametrize("has_passed", [True, False])
 def test_without_the_runtime_s_functions_torch_queries_the_event(
     monkeypatch: pytest.MonkeyPatch, has_passed: bool

@@ -38,6 +38,11 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (C10D, COLLECTIVES, "_world GroupMember P2POp batch_isend_irecv"),
     (f"{C10D}:_World", COLLECTIVES, "pg_coalesce_state pg_map"),
     ("torch.distributed._functional_collectives", COLLECTIVES, "traceable_collective_remaps"),
+    (
+        "torch.distributed.pipelining.stage",
+        "runtime/common/torch_engine.py",
+        "_PipelineStageBase",
+    ),
     (C10D, "runtime/common/rank_store.py", "_get_default_store PrefixStore Store"),
     (
         "torch.distributed:ProcessGroup",

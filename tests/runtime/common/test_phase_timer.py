@@ -146,6 +146,21 @@ def test_idle_seconds_are_those_since_the_last_change_of_phase() -> None:
     assert timer.idle_seconds() == 1.5
 
 
+def test_a_replay_is_activity_without_a_change_of_phase() -> None:
+    time = HandTurned()
+    timer = PhaseTimer(time)
+    time.ns = 2_000_000_000
+    timer.mark_replay()
+    time.ns = 3_500_000_000
+    after_replay = timer.idle_seconds(), timer.activity_ns
+
+    timer.enter(FORWARD)
+
+    assert after_replay == (1.5, 2_000_000_000)
+    assert (timer.idle_seconds(), timer.activity_ns) == (0.0, 3_500_000_000)
+    assert timer.drain()[OTHER] == 0
+
+
 def test_intervals_are_kept_in_order_once_they_are_recorded() -> None:
     time = HandTurned()
     timer = PhaseTimer(time)

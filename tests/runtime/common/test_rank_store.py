@@ -26,6 +26,7 @@ from zerowatch.runtime.common.rank_store import (
     OLDER_TRUSTED_SECONDS,
     RankStore,
     StoreClientFactory,
+    StoreNamespace,
     TargetDiscovery,
     make_room_for_clients,
     new_client,
@@ -647,6 +648,25 @@ def test_clients_move_to_the_new_token_of_rank_zero(store, monkeypatch, clock):
     assert moved_to is not None and moved_to.get("key") == b"text"
     assert not stale.check(["key"])
     assert not clients.moved() and not rank_0.moved()
+
+
+def test_a_forked_rank_has_a_token_of_its_own() -> None:
+    namespace = StoreNamespace(0, 3)
+    here = [namespace.own_token() for _ in range(2)]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, namespace.own_token().encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    forked = os.read(read, 100).decode()
+    os.close(read)
+    os.close(write)
+
+    assert here[0] == here[1] != forked
+    assert {each.partition("-")[0] for each in (*here, forked)} == {"3"}
 
 
 def test_a_client_waits_with_one_connection_until_rank_zero_has_started(store, monkeypatch, clock):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -194,6 +196,85 @@ def test_the_group_of_ddp_is_data_parallel() -> None:
     parallel.process_group = "group"
 
     assert list(TorchEngine(parallel, sgd(parallel)).group_roles()) == [("group", "dp")]
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_the_group_of_pipeline_stages_has_the_role_pp(
+    monkeypatch: pytest.MonkeyPatch, has_group: bool
+) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    model = nn.Linear(2, 1)
+    engine = TorchEngine(model, sgd(model))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        group = dist.new_group([0]) if has_group else None
+        before = list(engine.group_roles())
+        stages = [PipelineStage(model, at, 2, torch.device("cpu"), group=group) for at in (0, 1)]
+        found = list(engine.group_roles())
+    finally:
+        dist.destroy_process_group()
+
+    assert before == []
+    assert len(stages) == 2  # of an interleaved schedule
+    assert found == [(group if has_group else world, "pp")]
+    assert list(engine.group_roles()) == []
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_stages_of_another_model_or_of_a_destroyed_group_have_no_role(world: Any) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    earlier, model = nn.Linear(2, 1), nn.Linear(2, 1)
+    old = dist.new_group([0])
+    stages = [
+        PipelineStage(earlier, 0, 1, torch.device("cpu")),
+        PipelineStage(model, 0, 1, torch.device("cpu"), group=old),
+    ]
+    dist.destroy_process_group(old)
+
+    found = list(TorchEngine(model, sgd(model)).group_roles())
+
+    assert len(stages) == 2
+    assert found == []
+
+
+def test_the_search_for_stages_runs_no_code_of_other_classes(world: Any) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        pass
+
+    class Meta(type):
+        def __getattribute__(cls, name: str) -> Any:
+            ran.append(name)
+            return super().__getattribute__(name)
+
+        def __eq__(cls, other: object) -> bool:  # without a hash
+            return cls is other
+
+    class Lazy(metaclass=Meta):
+        pass
+
+    lazy, ran, model = Lazy(), list[str](), nn.Linear(2, 1)
+    lazy.value = [1]
+    engine = TorchEngine(model, sgd(model))
+    stage = Stage(model, 0, 1, torch.device("cpu"))
+    ran.clear()
+
+    found = list(engine.group_roles())
+
+    assert (found, ran) == ([(world, "pp")], [])
+    assert stage.submod is model
 
 
 def test_named_dimensions_of_other_meshes_have_roles_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes.clock import FakeClock
 
-from zerowatch.metrics.catalog import communication, devices, memory, training
+from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
 from zerowatch.metrics.catalog.across_ranks import STATISTICS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.cross_rank.rank_figures import (
@@ -227,8 +227,26 @@ def test_exposed_time_is_unknown_until_calls_were_compared() -> None:
     assert known["data"] == pytest.approx(0.05)
 
 
-def test_without_communication_exposed_time_is_zero() -> None:
+@pytest.mark.parametrize("untimed_calls", [0, 2])
+def test_exposed_time_is_zero_without_communication_and_unknown_if_no_call_has_a_duration(
+    untimed_calls: int,
+) -> None:
     run = Run()
+    for seconds in range(0, 120, 5):
+        run.clock.seconds += 5
+        run.recorder.add(overhead.DROPPED_RECORDS, untimed_calls, "timing")  # as calls of DDP
+        run.recorder.add(training.STEPS, 1)
+        run.recorder.add(training.PHASE_SECONDS, 5, "forward")
+        run.recorder.set(training.LAST_STEP_TIMESTAMP, seconds)
+        known = run.read()
+
+    expected = None if untimed_calls else 0.0
+    assert (known.get("exposed_comm"), known.get("comm_wait")) == (expected, expected)
+
+
+def test_exposed_time_is_unknown_if_calls_could_not_be_recorded_at_all() -> None:
+    run = Run()
+    run.recorder.set(communication.COMM_COVERAGE_RATIO, 0.0)  # DDP without a Flight Recorder
     for seconds in range(0, 120, 5):
         run.clock.seconds += 5
         run.recorder.add(training.STEPS, 1)
@@ -236,7 +254,25 @@ def test_without_communication_exposed_time_is_zero() -> None:
         run.recorder.set(training.LAST_STEP_TIMESTAMP, seconds)
         known = run.read()
 
-    assert (known["exposed_comm"], known["comm_wait"]) == (0.0, 0.0)
+    assert not {"exposed_comm", "comm_wait"} & known.keys()
+
+
+def test_a_known_exposed_time_stays_known_if_some_calls_have_no_duration() -> None:
+    run = Run()
+    run.recorder.set(communication.COMM_COVERAGE_RATIO, 0.5)
+    for seconds in range(0, 120, 5):
+        run.clock.seconds += 5
+        run.recorder.add(overhead.DROPPED_RECORDS, 1, "timing")
+        run.recorder.add(training.STEPS, 1)
+        run.recorder.add(training.PHASE_SECONDS, 5, "forward")
+        run.recorder.add(communication.COMM_UNION_SECONDS, 2)
+        run.recorder.add(communication.COMM_EXPOSED_SECONDS, 1, "dp")
+        run.recorder.add(communication.COMM_WAIT_SECONDS, 0.5, "dp")
+        run.recorder.set(training.LAST_STEP_TIMESTAMP, seconds)
+        known = run.read()
+
+    assert known["exposed_comm"] == pytest.approx(0.2)
+    assert known["comm_wait"] == pytest.approx(0.1)
 
 
 def read_after(run: Run, seconds: float) -> dict[str, float]:

@@ -377,6 +377,22 @@ def test_the_pools_of_graphs_are_read_only_if_graphs_have_changed_and_after_a_sh
     assert reads == [1, 1, 1, 2, 2]
 
 
+def test_the_pools_are_read_every_ten_seconds_at_most_if_each_step_is_short_of_memory() -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    graph = Graph()
+    cuda.captured_graphs[id(graph)] = graph
+    seconds = [0.0]
+    probe = CudaMemory(0, cuda, now=lambda: seconds[0])
+
+    reads = []
+    for now, retries in ((0.0, 0), (1.0, 1), (9.0, 9), (10.0, 9), (19.0, 9), (25.0, 9), (50.0, 9)):
+        seconds[0], cuda.retries = now, retries
+        probe.read()
+        reads.append(cuda.num_snapshots)
+
+    assert reads == [1, 1, 1, 1, 2, 2, 2]
+
+
 def test_the_pools_are_read_again_if_a_new_graph_has_the_id_of_a_freed_one() -> None:
     cuda = FakeCudaMemory(free=70, total=80)
     graph = Graph()
@@ -392,6 +408,26 @@ def test_the_pools_are_read_again_if_a_new_graph_has_the_id_of_a_freed_one() -> 
     probe.read()
 
     assert cuda.num_snapshots == 2
+
+
+def test_the_pools_are_read_again_if_a_graph_was_reset_or_has_captured_again() -> None:
+    cuda = FakeCudaMemory(free=70, total=80)
+    graph, seconds = Graph(), [0.0]
+    probe = CudaMemory(0, cuda, now=lambda: seconds[0])
+
+    def unusable(pool_bytes: int) -> float:
+        cuda.pool_bytes = pool_bytes
+        seconds[0] += 10
+        return probe.read()["unusable"]
+
+    cuda.captured_graphs[id(graph)] = graph
+    captured = unusable(5)
+    cuda.captured_graphs.pop(id(graph))  # reset, and captured again at once
+    cuda.captured_graphs[id(graph)] = graph
+    captured_again = unusable(40)
+    cuda.captured_graphs.pop(id(graph))
+
+    assert (captured, captured_again, unusable(40)) == (5, 40, 0)
 
 
 def segment(device: int = 0, pool: tuple[int, int] = (0, 1), **changes: Any) -> dict[str, Any]:

@@ -71,6 +71,22 @@ def test_exposed_time_of_the_run_is_the_sum_over_groups_over_training_time(recor
     assert state["phases"]["seconds"] == {"forward": 10, "checkpoint": 90}
 
 
+@pytest.mark.parametrize(
+    ("untimed_calls", "coverage", "expected"), [(0, 1.0, 0.0), (2, 1.0, None), (0, 0.0, None)]
+)
+def test_exposed_time_of_the_run_is_unknown_if_no_call_has_a_duration(
+    recorder, untimed_calls, coverage, expected
+):
+    recorder.set(communication.COMM_COVERAGE_RATIO, coverage)
+    recorder.add(training.PHASE_SECONDS, 10, "forward")
+    recorder.set(overhead.DROPPED_RECORDS, untimed_calls, "timing")  # as calls of DDP
+
+    state = state_of(recorder)
+
+    assert state["communication"]["exposed_seconds"] == expected
+    assert state["communication"]["run_exposed_ratio"] == expected
+
+
 def test_memory_has_the_limit_the_risk_and_the_categories_of_each_device(recorder):
     recorder.set(memory.MEMORY_BYTES, 7e9, "cuda:0", "allocated")
     recorder.set(memory.MEMORY_BYTES, 1e9, "cpu", "allocated")

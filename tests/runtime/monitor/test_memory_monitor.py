@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,45 @@ def test_memory_is_read_while_no_step_ends_once_the_last_reading_is_five_seconds
     assert early is None
     assert job.probes[0].num_reads == reads_before + 1
     assert job.value(memory.MEMORY_BYTES, "cpu", "allocated") == 300
+
+
+@pytest.mark.parametrize(("is_cell_over", "num_reads"), [(False, 0), (True, 1)])
+def test_only_the_host_is_read_while_training_is_in_a_call_that_may_hold_the_allocator(
+    job: Job, is_cell_over: bool, num_reads: int
+) -> None:
+    host, device = job.probes
+    before = host.num_reads, device.num_reads
+    returns = threading.Event()
+    training = threading.Thread(target=returns.wait)  # stands for cudaFree
+    training.start()
+    job.context.phase_timer.training_thread = training.ident or 0
+    if is_cell_over:  # of a notebook, which waits for the next one
+        job.context.phase_timer.stop()
+    job.clock.seconds += 6.0
+    try:
+        job.monitor.publish()
+    finally:
+        returns.set()
+        training.join()
+
+    assert (host.num_reads - before[0], device.num_reads - before[1]) == (1, num_reads)
+
+
+def test_a_device_that_was_not_read_is_tried_again_a_second_later(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter((False, False, True))
+    monkeypatch.setattr(memory_monitor, "runs_python", lambda thread: next(answers))
+    num_before = job.probes[1].num_reads
+    job.clock.seconds += 5.0
+
+    num_reads = []
+    for _ in range(5):  # in the last two, the device has just been read
+        job.clock.seconds += 1.0
+        job.monitor.publish()
+        num_reads.append(job.probes[1].num_reads - num_before)
+
+    assert num_reads == [0, 0, 1, 1, 1]
 
 
 def test_steps_of_training_alone_give_forecasts_of_devices_with_peaks_of_their_own(

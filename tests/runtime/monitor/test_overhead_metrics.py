@@ -158,4 +158,7 @@ def test_the_last_activity_is_as_long_ago_as_the_last_change_of_phase(
     snapshot = published(context)
 
     assert snapshot.value(training.LAST_ACTIVITY_TIMESTAMP) == 1_789_999_993.0
+    clock.elapse(1_000)
+    context.phase_timer.mark_replay()  # of a captured graph, which is the whole step
+    assert published(context).value(training.LAST_ACTIVITY_TIMESTAMP) == 1_790_000_000.0
     assert snapshot.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP) == 1_790_000_000.0

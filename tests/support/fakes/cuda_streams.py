@@ -141,6 +141,9 @@ class FakeGraph:
     def replay(self) -> None:
         """Run what was captured, unseen by Python."""
 
+    def reset(self) -> None:
+        """Release what was captured."""
+
 
 class FakeCuda:
     """One device with a stream of NCCL's own for each group. `all_reduce` replaces torch's.
@@ -256,6 +259,9 @@ class FakeCuda:
 
     def query_event(self, event: Any) -> bool:
         return event.query()
+
+    def ask_driver(self) -> None:
+        """It answers at once."""
 
     def next_of_pool(self) -> FakeStream:
         """Return what torch returns for a new stream: the next one of the pool."""

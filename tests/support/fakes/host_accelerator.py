@@ -67,6 +67,9 @@ class HostGraph:
     def replay(self) -> None:
         raise NotImplementedError
 
+    def reset(self) -> None:
+        raise NotImplementedError
+
 
 class HostAccelerator:
     kind = "cpu"
@@ -118,6 +121,9 @@ class HostAccelerator:
 
     def query_event(self, event: HostEvent) -> bool:
         return event.query()
+
+    def ask_driver(self) -> None:
+        """There is no driver."""
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:

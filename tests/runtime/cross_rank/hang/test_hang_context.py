@@ -233,16 +233,6 @@ def test_activity_is_when_a_call_was_seen_to_start_or_end(group: TwoRanks) -> No
     assert times == [100, 100, 300, 300, 500, 600, 600, 800]
 
 
-def test_the_replay_of_a_captured_graph_is_activity(group: TwoRanks) -> None:
-    replayed = [0]
-    context = context_of(group, now_ns=lambda: 100, last_replay_ns=lambda: replayed[0])
-    before = context.last_activity_ns()
-
-    replayed[0] = 300
-
-    assert (before, context.last_activity_ns()) == (100, 300)
-
-
 def test_peers_are_all_other_ranks_with_a_heartbeat(group: TwoRanks) -> None:
     heartbeats = [
         Heartbeat(rank=rank, host="node", age_seconds=3.0, issued={KEY: 5}, pause="eval")
@@ -364,6 +354,8 @@ def test_a_thread_is_prepared_for_the_device_before_the_flight_recorder_asks_for
     device.patch(monkeypatch)
     device.can_prepare = can_prepare
     at_dump: list[dict[str, int]] = []
+    asked: list[str] = []  # on CPU, the question would initialize a device
+    monkeypatch.setattr(device, "ask_driver", lambda: asked.append("driver"))
 
     def dump_of_torch() -> bytes:
         at_dump.append(dict(device.prepared))
@@ -373,6 +365,7 @@ def test_a_thread_is_prepared_for_the_device_before_the_flight_recorder_asks_for
 
     assert context_of(group, device_index=device_index).flight_recorder_dump() == dump
     assert at_dump == ([] if dump is None else [prepared])
+    assert asked == (["driver"] if device_index is not None else [])
 
 
 def unreached_event(device: FakeCuda) -> Any:
@@ -439,16 +432,19 @@ def test_a_driver_that_blocks_is_asked_on_a_thread_of_its_own_and_not_waited_for
     assert not any(each.name == "zerowatch-hang-driver" for each in threading.enumerate())
 
 
+@pytest.mark.parametrize("has_calls", [True, False], ids=["read calls", "no recorded calls"])
 def test_the_flight_recorder_is_not_asked_if_the_driver_blocks_though_no_call_is_in_flight(
-    group: TwoRanks, monkeypatch: pytest.MonkeyPatch
+    group: TwoRanks, monkeypatch: pytest.MonkeyPatch, has_calls: bool
 ) -> None:
     device = FakeCuda(ManualClock())
     device.patch(monkeypatch)
-    call = returned(group.begin())
-    call.start_event, call.end_event = (device.current.record_event() for _ in range(2))
-    CallBatch([call], call.end_event).read_events(EventPool())
+    if has_calls:  # else they are all of DDP, which only the Flight Recorder knows
+        call = returned(group.begin())
+        call.start_event, call.end_event = (device.current.record_event() for _ in range(2))
+        CallBatch([call], call.end_event).read_events(EventPool())
     released = threading.Event()
     monkeypatch.setattr(device, "query_event", lambda _: released.wait())
+    monkeypatch.setattr(device, "ask_driver", released.wait)
     monkeypatch.setattr(driver_calls, "CALL_SECONDS", 60.0)
     monkeypatch.setattr(hang_context, "flight_recorder_dump", lambda: b"{}")
     context = context_of(group, device_index=3)

@@ -100,6 +100,20 @@ def test_a_hang_is_active_until_training_resumes(tmp_path: Path) -> None:
     assert check_for_seconds(rank, 1) == 0
 
 
+def test_steps_that_are_replays_of_a_graph_are_no_hang_and_a_hang_within_one_is_found(
+    tmp_path: Path,
+) -> None:
+    rank = WatchedRank(tmp_path)
+
+    found = []
+    for seconds in (20, 20, 29, 2):
+        found.append(check_for_seconds(rank, seconds))
+        if len(found) < 3:
+            rank.phase_timer.mark_replay()
+
+    assert found == [0, 0, 0, 1]
+
+
 def test_the_rank_that_a_hang_waits_for_is_known_as_long_as_it_hangs(tmp_path: Path) -> None:
     rank = WatchedRank(tmp_path)
 
@@ -417,3 +431,26 @@ def test_without_abort_a_hang_never_ends_the_process(tmp_path: Path) -> None:
     rank.pass_seconds(600)
 
     assert (rank.exits, rank.recorder.snapshot().values.get(training.RUN_END_INFO)) == ([], None)
+
+
+def test_the_driver_is_asked_for_a_report_until_it_is_written(tmp_path: Path) -> None:
+    rank, events = WatchedRank(tmp_path), list[str]()
+    is_asked, is_closed = threading.Event(), threading.Event()
+
+    def dump() -> None:
+        is_asked.set()
+        is_closed.wait(0.2)
+        events.append("asked")
+
+    def close() -> None:
+        events.append("closed")
+        is_closed.set()
+
+    rank.context.flight_recorder_dump = dump
+    rank.context.close = close
+    check_for_seconds(rank, 31)
+    is_asked.wait()
+
+    rank.watch.close(timeout_seconds=60.0)
+
+    assert events == ["asked", "closed"]

@@ -9,16 +9,19 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fakes.hangs import run_as
+from fakes.scraper import eventually
 
 from zerowatch.runtime.cross_rank.hang import thread_stacks
 from zerowatch.runtime.cross_rank.hang.thread_stacks import (
     COMPILERS,
     python_location,
+    runs_python,
     silent_activity,
     silent_activity_in,
 )
@@ -128,6 +131,45 @@ def test_a_notebook_s_kernel_is_a_prompt_only_while_it_waits_for_a_cell() -> Non
 def activity_of_caller() -> str | None:
     """Return the activity of a stack whose innermost frame is the caller's."""
     return silent_activity_in({1: sys._getframe(1)}, 1)
+
+
+def test_a_thread_runs_python_unless_it_waits_in_a_call() -> None:
+    is_ended = threading.Event()
+
+    def run() -> None:
+        while not is_ended.is_set():
+            pass
+
+    threads = [threading.Thread(target=target) for target in (run, is_ended.wait)]
+    for thread in threads:
+        thread.start()
+    running, waiting = (thread.ident or 0 for thread in threads)
+    try:
+        found = eventually(lambda: runs_python(running)), runs_python(waiting)
+    finally:
+        is_ended.set()
+        for thread in threads:
+            thread.join()
+
+    assert found == (True, False)
+    assert runs_python(threading.get_ident())
+    assert runs_python(running)  # it has ended, so it is in no call
+
+
+def test_a_thread_that_calls_one_function_from_several_places_runs_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in layers of one class: a new frame may have the address of the one before it."""
+    outer = SimpleNamespace(f_lasti=0, f_back=None)
+    layer = SimpleNamespace(f_lasti=8, f_back=outer)
+
+    def frames() -> dict[int, Any]:
+        outer.f_lasti += 2
+        return {1: layer}
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+
+    assert runs_python(1)
 
 
 def test_the_demo_counts_as_a_training_script_and_the_rest_of_the_package_does_not() -> None:
