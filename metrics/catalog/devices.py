@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..thresholds import DEVICE_UTILIZATION_LOW
 from .labels import DEVICE
-from .spec import EVERY_SERIES, Label, counter, gauge, info
+from .spec import EVERY_SERIES, Label, Lean, counter, gauge, info
 
 DEVICE_UTILIZATION = gauge(
     "device_utilization_ratio",
@@ -100,7 +100,7 @@ DEVICE_ECC_ERRORS = counter(
     "Memory errors since monitoring started.",
     DEVICE,
     Label(name="kind", values=("corrected", "uncorrected")),
-    lean=EVERY_SERIES,
+    lean=Lean(only={"kind": ("uncorrected",)}),
     usual="0 `uncorrected`. Some `corrected` ones over weeks are normal; many per hour "
     "announce a failure.",
 )

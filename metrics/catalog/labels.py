@@ -39,8 +39,9 @@ NON_TRAINING_PHASES = ("eval", "checkpoint")
 OP = Label(name="op", values=OPS)
 GROUP = Label(name="group", values=GROUPS)
 PHASE = Label(name="phase", values=PHASES)
-# The phases in which ranks are compared to find stragglers.
-COMPARED_PHASES = ("data", "forward", "backward", "optimizer")
+# The phases in which ranks are compared to find stragglers. Not evaluation, generation and
+# checkpoints: these take time in few steps, and often on some ranks only.
+COMPARED_PHASES = ("data", "forward", "backward", "optimizer", "other")
 DEVICE = Label(name="device")
 CAUSE = Label(name="cause", values=("latency", "bandwidth", "imbalance", "redundancy"))
 KNOB = Label(name="knob")

@@ -13,7 +13,7 @@ from scripts.launching import SCRIPTS
 
 pytestmark = pytest.mark.jobs
 
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 CONTROLS = [f"control {number}" for number in range(8)]
 QUICK = ("data", CONTROLS[0])
 # A rank that had no core for so much of the time was slowed by other processes, not by the job.

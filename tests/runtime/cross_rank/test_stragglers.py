@@ -25,7 +25,7 @@ from zerowatch.runtime.cross_rank.stragglers import (
 )
 
 STEP_SECONDS = 0.5
-BUSY = {"data": 0.01, "forward": 0.1, "backward": 0.2, "optimizer": 0.05}
+BUSY = {"data": 0.01, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.01}
 
 
 def times_of(
@@ -289,7 +289,7 @@ def test_time_blocked_by_collectives_is_not_busy(sampler: StepTimeSampler) -> No
     step_times = sampler.drain()
 
     assert step_times is not None
-    assert step_times.busy_seconds == pytest.approx((0.0, 0.0, 0.003, 0.0))
+    assert step_times.busy_seconds == pytest.approx((0.0, 0.0, 0.003, 0.0, 0.0))
     assert step_times.step_seconds == pytest.approx(0.012)
 
 

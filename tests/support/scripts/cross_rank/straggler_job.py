@@ -33,7 +33,7 @@ DELAY_SECONDS = 0.07  # far more than a rank waits for a core of a busy machine
 EXCHANGE_SECONDS = 0.3
 COMPARISONS = 3  # of a case
 SLOW_RANK = 1
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = COMPARED_PHASES
 WIDTH, BATCH = 256, 64
 
 
@@ -147,6 +147,7 @@ def train(engine, num_comparisons: int) -> int:
         (batch,) = next(loader)
         engine.backward(engine(batch))
         engine.step()
+        delay.at("other")
         steps += 1
         if steps % 10 == 0:
             going.fill_(float(comparisons.count < enough))
