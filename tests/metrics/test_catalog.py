@@ -163,7 +163,7 @@ PROMISED_VALUES = {
     "checkpoint other",
     "phase of comm_own_exposed_seconds_total": "data forward backward optimizer eval generate "
     "checkpoint other",
-    "phase of straggler_score_ratio": "data forward backward optimizer",
+    "phase of straggler_score_ratio": "data forward backward optimizer other",
     "part of step_time_ratio": "compute comm overlap idle",
     "kind of comm_step_wire_bytes": "measured predicted reference",
     "reason of run_end_info": "completed interrupted exception out_of_memory peer_failed "
@@ -244,6 +244,7 @@ LEAN_WITHOUT = {
     "watch_seconds_total": ("part",),
 }
 LEAN_ONLY = {
+    "device_ecc_errors_total": {"kind": ("uncorrected",)},
     "exchange_failures_total": {"reason": ("store", "unmatched")},
     "dropped_records_total": {"part": ("steps", "run_log")},
     "memory_bytes": {"state": ("allocated",)},
@@ -266,6 +267,7 @@ OPEN_SETS = {"device": 2, "hook": 2, "exporter": 1, "knob": 12}
 # Metrics of GPUs alone: the host has no series of these.
 GPU_METRICS = (
     devices.DEVICE_INFO,
+    devices.DEVICE_SM_ACTIVE,
     devices.DEVICE_TEMPERATURE_LIMIT,
     devices.DEVICE_THROTTLED_SECONDS,
     devices.DEVICE_ECC_ERRORS,

@@ -10,10 +10,12 @@ import pkgutil
 import random
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.otlp_collector import Collector, attributes_of
 from opentelemetry import context
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
@@ -64,7 +66,16 @@ def environment(monkeypatch):
 def make_outbox(collector, environment):
     opened = []
 
-    def make(recorder, *, rank=3, hardware_ids=None, identity=IDENTITY, variables=None, **settings):
+    def make(
+        recorder,
+        *,
+        rank=3,
+        hardware_ids=None,
+        identity=IDENTITY,
+        variables=None,
+        now=time.monotonic,
+        **settings,
+    ):
         given = {"endpoint": collector.endpoint, "metrics": True, "logs": True, **settings}
         options = otlp_options(OtelSettings(**given), variables or {})
         otlp = Otlp(options)
@@ -80,6 +91,7 @@ def make_outbox(collector, environment):
             describe=lambda: resource_attributes(
                 {}, script="/llm/train.py", run_id="night-7", rank=rank, host="a"
             ),
+            now=now,
         )
 
     yield make
@@ -639,13 +651,15 @@ def test_a_trace_links_to_another_step(collector, make_outbox):
 def test_increases_are_sent_if_asked_and_what_was_refused_is_sent_later(collector, make_outbox):
     variables = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "delta"}
     recorder = Recorder()
-    outbox = make_outbox(recorder, variables=variables, timeout_seconds=0.5)
+    clock = FakeClock()
+    outbox = make_outbox(recorder, variables=variables, timeout_seconds=0.5, now=clock)
     for steps, status in ((4, 200), (3, 400), (2, 200)):
         collector.status = status
         recorder.add(STEPS, steps)
         recorder.observe(STEP_DURATION, 0.3)
         recorder.set(LOSS, 2.5)
-        outbox.flush(final=True)
+        outbox.flush()
+        clock.seconds += 3600
 
     first, _, last = map(metrics_by_name, collector.requests["/v1/metrics"])
     delta = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA

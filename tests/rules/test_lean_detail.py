@@ -58,7 +58,11 @@ LEFT_OUT = {
         comm.COMM_WAIT_SECONDS,
         overhead.WATCH_SECONDS,
     },
-    "the parts that an alert reads are served": {comm.EXCHANGE_FAILURES, overhead.DROPPED_RECORDS},
+    "the parts that an alert reads are served": {
+        comm.EXCHANGE_FAILURES,
+        devices.DEVICE_ECC_ERRORS,
+        overhead.DROPPED_RECORDS,
+    },
     "buckets; the exact quantiles of each rank are served": {training.STEP_DURATION},
     "the use that the limit applies to is served, the states that explain it are not": {
         memory.MEMORY_BYTES,

@@ -754,12 +754,12 @@ def num_own_sockets(port: int) -> int:
 
 
 SLOW = Straggler(rank=5, phase="forward", seconds=0.05, score=0.1)
-REFERENCE = StepTimeReference(step_seconds=0.5, busy_seconds=(0.0, 0.1, 0.2, 0.1))
+REFERENCE = StepTimeReference(step_seconds=0.5, busy_seconds=(0.0, 0.1, 0.2, 0.1, 0.05))
 OWN_TIMES = StepTimes(
     num_steps=9,
     step_seconds=0.5,
-    busy_seconds=(0.05, 0.1, 0.1, 0.2),
-    deviation_seconds=(0.0,) * 4,
+    busy_seconds=(0.05, 0.1, 0.1, 0.2, 0.05),
+    deviation_seconds=(0.0,) * 5,
 )
 
 
@@ -807,7 +807,13 @@ def test_the_scores_of_this_rank_are_published_by_phase() -> None:
 
     assert communication.STRAGGLER_SCORE not in before
     assert one.recorder.snapshot().values[communication.STRAGGLER_SCORE] == pytest.approx(
-        {("data",): 0.1, ("forward",): 0.0, ("backward",): -0.2, ("optimizer",): 0.2}
+        {
+            ("data",): 0.1,
+            ("forward",): 0.0,
+            ("backward",): -0.2,
+            ("optimizer",): 0.2,
+            ("other",): 0.0,
+        }
     )
 
 

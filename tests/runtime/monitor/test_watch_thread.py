@@ -492,7 +492,7 @@ def test_no_step_is_lost_while_the_flight_recorder_is_not_read(rank: Rank) -> No
         clock.seconds += 1.0  # so the next read is due 200 s later
         return {"entries": list(entries)}
 
-    rank.thread._flight_recorder = FlightRecorder(dump, now=clock)
+    rank.thread._flight_recorder = FlightRecorder(dump, now=clock, cpu_now=clock)
     group: Any = rank.group
     for number in range(1, last + 1):
         calls = UnseenCalls({group: 1}, {group: "0"}, [(group, 0, number, number)], clock.seconds)
