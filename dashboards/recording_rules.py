@@ -19,7 +19,7 @@ from ..metrics.catalog import communication as comm
 from ..metrics.catalog import devices, generation, memory, overhead, training, window
 from ..metrics.catalog.labels import NON_TRAINING_PHASES
 from ..metrics.catalog.spec import MetricSpec
-from ..metrics.thresholds import THRESHOLDS
+from ..metrics.thresholds import COMM_COVERAGE_LOW, THRESHOLDS
 from .promql import (
     ON_GPU,
     ON_HOST,
@@ -32,7 +32,7 @@ from .promql import (
     with_node,
 )
 from .run_status import STATE_BY_REASON, RunStatus
-from .timing import MINUTE, SHORT_SECONDS, Timing
+from .timing import HOUR, MINUTE, SHORT_SECONDS, Timing
 
 # The phases that count as training time, the denominator of the ratios.
 TRAINING_PHASES = f'phase!~"{"|".join(NON_TRAINING_PHASES)}"'
@@ -188,6 +188,7 @@ def _comm_ratio(timing: Timing) -> str:
 COMM_RATIO = recorded(comm.COMM_UNION_SECONDS, "ratio_rate5m", _comm_ratio)
 CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
 EXPOSED_RATIO_USUAL = usual(EXPOSED_RATIO, comm.COMM_EXPOSED_SECONDS, "ratio_rate5m_median6h", 0.5)
+COVERAGE = aggregated(comm.COMM_COVERAGE_RATIO, "min")
 WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
 
 
@@ -196,11 +197,15 @@ def _least_waiting(timing: Timing) -> str:
     median, ranks = by("quantile", f"0.5, {waits}"), by("count", waits)
     # Of two ranks, the median is half way between both.
     others = f"({median} and on (job, run) {ranks} > 2 or {by('max', waits)})"
-    return f"{others}\n- on (job, run) group_right () {waits}"
+    coverage = by("min", f"avg_over_time({COVERAGE.select()}[{timing.short}])")
+    least = ALERT_THRESHOLD.select(f'name="{COMM_COVERAGE_LOW.name}"')
+    shortfall = f"{others}\n- on (job, run) group_right () {waits}"
+    return where(shortfall, f"{coverage} >= on (job, run) {least}")
 
 
 # By how much less a rank waits for others than the median rank. All ranks wait for a slow rank,
-# which itself waits least. This shows stragglers where their phases are not compared.
+# which itself waits least. This shows stragglers where their phases are not compared, but not where
+# collectives are missing: with DDP, only the script's own collectives have waits.
 WAIT_SHORTFALL = recorded(comm.COMM_WAIT_SECONDS, "shortfall_rate5m", _least_waiting, "rank")
 CALLS_PER_STEP = per_step(comm.COLLECTIVE_CALLS, "op")
 COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_DURATION, "op", "le", part="_bucket")
@@ -233,7 +238,6 @@ LINK_BANDWIDTH_RATIO = recorded(
 BUS_BANDWIDTH = aggregated(comm.COMM_BUS_BANDWIDTH, "min", "op", "group")
 VOLUME_RATIO = aggregated(comm.COMM_VOLUME_RATIO, "max")
 STEP_WIRE_BYTES = aggregated(comm.COMM_STEP_WIRE_BYTES, "max", "kind")
-COVERAGE = aggregated(comm.COMM_COVERAGE_RATIO, "min")
 STRAGGLER_SCORE = aggregated(comm.STRAGGLER_SCORE, "max", "rank", "phase")
 WIRE_BYTES_PER_STEP = per_step(comm.COLLECTIVE_WIRE_BYTES, "op", "group")
 PAYLOAD_BYTES_PER_STEP = per_step(comm.COLLECTIVE_BYTES, "op", "group")
@@ -372,7 +376,10 @@ def _checkpoint_interval() -> str:
     run = by("max", select(training.RUN_START_TIMESTAMP, 'rank="0"'))
     started = f"({run} > {process} or {process})"
     saved = by("max", select(training.CHECKPOINTS, 'rank="0"', 'outcome="saved"'))
-    return ratio(f"({LAST_CHECKPOINT.select()} - {started})", f"{saved} > 1")
+    # Where nothing marks the end of series, such as in a federation, the last checkpoint may be of
+    # the process before.
+    lasted = f"({by('max', LAST_CHECKPOINT.select())} - {started} > 0)"
+    return ratio(lasted, f"{saved} > 1")
 
 
 # The mean of the seconds between two checkpoints since the start of the process, as a run may have
@@ -383,19 +390,19 @@ CHECKPOINT_INTERVAL = recorded(
 
 
 def _remembered(rule: RecordingRule, function: str, operation: str) -> RecordingRule:
-    """Return a rule for the value of `rule` in a week, for runs in training.
+    """Return a rule for the value of `rule` in a week, for runs of which rank 0 is read.
 
     A process that was restarted has no checkpoint yet, and may never save one. A week has tens of
     thousands of samples, so they are read once for all the places where the value is used.
 
     While rank 0 is not read, it may save checkpoints of which nothing is known. A few failed
     scrapes must not end an alert: of a run that saves as usual, nothing is overdue ten minutes
-    later.
+    later. A run often saves at its end, which is read when it no longer trains.
     """
 
     def expression(timing: Timing) -> str:
         active = select(training.RUN_ACTIVE, 'rank="0"')
-        read = f"last_over_time({active}[{timing.duration(10 * MINUTE)}]) == 1"
+        read = f"last_over_time({active}[{timing.duration(10 * MINUTE)}])"
         return where(f"{function}({rule.select()}[{timing.week}])", read)
 
     return recorded(training.LAST_CHECKPOINT_TIMESTAMP, operation, expression)
@@ -410,9 +417,9 @@ IN_GOOD_ORDER = ("completed", "interrupted")
 _BAD_END = f'reason!~"{"|".join(IN_GOOD_ORDER)}"'
 
 
-def _active_at() -> str:
+def _active_at(*matchers: str) -> str:
     """Return the time of the last scrape of each rank that trains."""
-    active = select(training.RUN_ACTIVE)
+    active = select(training.RUN_ACTIVE, *matchers)
     return f"timestamp({active}) and ({active} == 1)"
 
 
@@ -452,25 +459,45 @@ RANK_ENDED_TIME = recorded(
 )
 
 
+_RANK_0 = 'rank="0"'
+_RANK_0_ACTIVE = recorded_name("run", training.RUN_ACTIVE, "rank_0_active_timestamp_seconds")
+
+
+def _rank_0_active(timing: Timing) -> str:
+    before = by("max", f"last_over_time({_RANK_0_ACTIVE}[{timing.hour}])")
+    week = timing.seconds(7 * 24 * HOUR)
+    return f"{by('max', _active_at(_RANK_0))}\nor {before} > time() - {week}"
+
+
+# When rank 0 was last read as training. The rule repeats its own last value for a week: to read a
+# week of samples at each evaluation would take a hundred times as long.
+RANK_0_ACTIVE_TIME = recorded(
+    training.RUN_ACTIVE, "rank_0_active_timestamp_seconds", _rank_0_active
+)
+
+
 def _unsaved_since(timing: Timing) -> str:
-    active = RANK_ACTIVE_TIME.select('rank="0"')
-    started = by("max", 'process_start_time_seconds{rank="0"}')
-    # Of the evaluation before. If it is earlier than the start, it was of another process. The
-    # range is longer than the last value of this rule is kept.
-    before = by("max", f"last_over_time({active}[{timing.history}] offset {timing.evaluation})")
-    pause = f"{by('max', active)}\n- ({before}\n< {started})"
-    kept = f"last_over_time({_UNSAVED_SINCE}[{timing.hour}])"
-    begun = f"(\n{kept}\n+ ({pause})\nor {kept}\nor {started}\n)"
-    last = LAST_CHECKPOINT_IN_WEEK.select()
-    return f"{begun}\n> {last}\nor {last}"
+    now = by("max", _active_at(_RANK_0))
+    started = by("max", f"process_start_time_seconds{{{_RANK_0}}}")
+    lately = f"last_over_time({_RANK_0_ACTIVE}[{timing.hour}]"
+    # Of the evaluation before. If it is earlier than the start, it was of another process.
+    before = by("max", f"{lately} offset {timing.evaluation})")
+    pause = f"({now}\n- ({before}\n< {started})\nor 0 * {by('max', f'{lately})')})"
+    # A clock may have been wrong: a time to come would stay, because no checkpoint is later.
+    kept = f"({by('max', f'last_over_time({_UNSAVED_SINCE}[{timing.hour}])')} < time())"
+    begun = f"{kept}\n+ {pause}"
+    last = by("max", LAST_CHECKPOINT_IN_WEEK.select())
+    return f"{last}\n> {begun}\nor {begun}\nor {started}\n> {last}\nor {last}"
 
 
 # The time of the last checkpoint, later by all pauses between two processes of rank 0 since then.
 # The time since this moment is how long the run has trained without a further checkpoint. The rule
-# adds each pause to its own last value once, at the evaluation that first reads the new process.
+# adds each pause to its own last value once, at the evaluation that first reads the new process. It
+# reads that process itself: not every server has the results of a group while it evaluates it. Like
+# RANK_0_ACTIVE_TIME, it repeats its value for a week after rank 0 was last read.
 #
 # The start of a process does not count, because a run that always fails before its next checkpoint
-# would never be late. It does after an hour without a value, such as a longer pause.
+# would never be late. It does where there is no last value, such as for an exported run.
 _UNSAVED_SINCE = recorded_name("run", training.LAST_CHECKPOINT_TIMESTAMP, "unsaved_since")
 UNSAVED_SINCE = recorded(training.LAST_CHECKPOINT_TIMESTAMP, "unsaved_since", _unsaved_since)
 
@@ -738,6 +765,7 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         EXPOSED_RATIO_BY_GROUP,
         COMM_RATIO,
         CAUSE_RATIO,
+        COVERAGE,
         WAIT_RATIO_BY_RANK,
         WAIT_SHORTFALL,
         CALLS_PER_STEP,
@@ -748,7 +776,6 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         BUS_BANDWIDTH,
         VOLUME_RATIO,
         STEP_WIRE_BYTES,
-        COVERAGE,
         STRAGGLER_SCORE,
         WIRE_BYTES_PER_STEP,
         PAYLOAD_BYTES_PER_STEP,
@@ -788,6 +815,7 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         RANK_ACTIVE_TIME,
         RUN_ACTIVE_TIME,
         RANK_ENDED_TIME,
+        RANK_0_ACTIVE_TIME,
         UNSAVED_SINCE,
     ),
     "zerowatch-memory": (

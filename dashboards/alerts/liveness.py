@@ -73,7 +73,7 @@ def _run_died(timing: Timing) -> Alert:
     # One rank that ended in good order is enough: Prometheus may not have read the end of others.
     # Earlier ends of the run do not count, because a run may be resumed under its id: neither those
     # long before its last activity, nor those of ranks that have been active since.
-    last_active = _last(recorded.RUN_ACTIVE_TIME, timing.history)
+    last_active = by("max", _last(recorded.RUN_ACTIVE_TIME, timing.history))
     of_ranks = (recorded.RANK_ENDED_TIME, recorded.RANK_ACTIVE_TIME)
     ended, active = (
         f"max by (job, run, rank) ({_last(rule, timing.history)})" for rule in of_ranks

@@ -21,11 +21,17 @@ OUR_ALERTS = 'rule_group=~".+;zerowatch-.+-alerts"'
 EXPECTED_DISCOVERY = (
     'mechanism=~"http|file", config=~"(.+/)?zerowatch[^/]*|", config!~".+-optional"'
 )
-# The servers that evaluate rules of zerowatch, or scrape ranks. Prometheus may scrape servers of
-# others, too: their faults are none of ours.
+# The servers that evaluate rules of zerowatch, or scrape ranks: an agent may have optional hosts
+# only. Prometheus may scrape servers of others, too: their faults are none of ours.
 OUR_SERVERS = (
     f"(prometheus_rule_group_rules{{{OUR_RULES}}}\n"
-    'or prometheus_target_scrape_pool_targets{scrape_job=~"(.+/)?zerowatch[^/]*"})'
+    'or prometheus_target_scrape_pool_targets{scrape_job=~"(.+/)?zerowatch[^/]*|.+-optional"})'
+)
+# The addresses of the Alertmanagers to which servers send the alerts of zerowatch.
+OUR_ADDRESSES = (
+    "label_replace(count by (alertmanager) (prometheus_notifications_sent_total\n"
+    f"and ignoring (rule_group, alertmanager) prometheus_rule_group_rules{{{OUR_ALERTS}}} > 0),\n"
+    '"instance", "$1", "alertmanager", "[a-z]+://([^/]+)/.*")'
 )
 # The service that lists the ranks of all runs, as the documents name its scrape configuration. The
 # operator puts scrapeConfig/NAMESPACE/ before it.
@@ -71,6 +77,18 @@ def _on_our_servers(failing: str, *labels: str) -> str:
     """Return the series of `failing` of our servers; it has `labels` besides those of a target."""
     ignored = ", ".join(("rule_group", "scrape_job", *labels))
     return f"({failing})\nand ignoring ({ignored}) {OUR_SERVERS}"
+
+
+def _on_our_alertmanagers(failing: str) -> str:
+    """Return the series of `failing` without those of Alertmanagers of others.
+
+    They may be scraped at another address than that to which alerts are sent. If none is scraped at
+    such an address, every Alertmanager may be ours.
+    """
+    each = "alertmanager_config_last_reload_successful"
+    ours = f"on (instance) {OUR_ADDRESSES}"
+    theirs = f"{each}\nunless {ours}\nand on () ({each}\nand {ours})"
+    return f"{failing}\nunless on (instance) ({theirs})"
 
 
 def _watchdog() -> Alert:
@@ -189,7 +207,9 @@ def _delivery_failing(timing: Timing) -> Alert:
         name="ZerowatchAlertmanagerNotificationsFailing",
         component="prometheus",
         severity="critical",
-        expression=_keeps_failing("alertmanager_notifications_failed_total", timing),
+        expression=_on_our_alertmanagers(
+            _keeps_failing("alertmanager_notifications_failed_total", timing)
+        ),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Alertmanager {INSTANCE} cannot deliver notifications",
@@ -210,7 +230,7 @@ def _configuration_rejected() -> Alert:
         name="ZerowatchPrometheusConfigRejected",
         component="prometheus",
         severity="warning",
-        expression=f"({_on_our_servers(prometheus)})\nor {alertmanager}",
+        expression=f"({_on_our_servers(prometheus)})\nor ({_on_our_alertmanagers(alertmanager)})",
         for_seconds=5 * MINUTE,
         keep_firing_seconds=0,
         summary=f"{INSTANCE} does not use its changed configuration",

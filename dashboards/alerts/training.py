@@ -12,7 +12,7 @@ from ...metrics.thresholds import (
 )
 from .. import recording_rules as recorded
 from ..limits import above, below, shown
-from ..promql import ON_GPU, by, increase, ratio
+from ..promql import ON_GPU, by, increase, ratio, where
 from ..timing import HOUR, MINUTE, Timing
 from .alert import DURATION, NUMBER, PERCENT, RUN, Alert, InhibitRule
 from .guards import after_new_step, after_some_steps, after_some_time, while_training
@@ -110,13 +110,15 @@ def _checkpoint_overdue(timing: Timing) -> Alert:
     late = above(f"{age}\n/ on (job, run) ({interval} > 0)", CHECKPOINT_DELAY_HIGH)
     old = f"{above(age, CHECKPOINT_AGE_HIGH)}\nunless on (job, run) {interval} > 0"
     overdue = f"{age} > {least}\nand on (job, run) (\n{late}\nor on (job, run) ({old})\n)"
+    # This one is known only while rank 0 is read.
+    overdue = where(overdue, recorded.LAST_CHECKPOINT_IN_WEEK.select())
     return Alert(
         name="ZerowatchCheckpointOverdue",
         component="training",
         severity="warning",
         expression=while_training(overdue),
         for_seconds=MINUTE,
-        keep_firing_seconds=0,  # a new checkpoint ends the alert
+        keep_firing_seconds=10 * MINUTE,  # a crash loop raises one alert, not one for each process
         summary=f"Training {RUN} has not saved a checkpoint for too long",
         description=(
             f"The run has trained for {DURATION} without saving a checkpoint, far longer than is "

@@ -164,7 +164,7 @@ WAITING_AND_STRAGGLERS = (
         title="Stragglers now",
         description="The ranks that are slowest now, and the phase that shows where to look. "
         "**data**: the loader and the disk. **forward** and **backward**: the device, its clock "
-        "and other processes on it.",
+        "and other processes on it. **other**: code of the script between the passes.",
         labels=(*RANK, "phase"),
         columns=(
             Column(

@@ -376,11 +376,9 @@ PROGRESS = sized(
 
 # A rank delays the others by the time that it is slower than the median rank. Where ranks have no
 # such score, the rank that waits least is the one for which the others wait.
-WAITS = of_run(recorded.WAIT_RATIO_BY_RANK)
 BEHIND = (
     f"({by('max', of_run(recorded.STRAGGLER_SCORE), *RANK)})\n"
-    f"or on (job, run, rank, node) "
-    f"({by('max', WAITS)} - on (job, run) group_right () {by('max', WAITS, *RANK)})"
+    f"or on (job, run, rank, node) {by('max', of_run(recorded.WAIT_SHORTFALL), *RANK)}"
 )
 
 RANKS_OF_RUN = (
@@ -388,8 +386,8 @@ RANKS_OF_RUN = (
         title=f"The {TABLE_ROWS} ranks that delay the others",
         description="**Behind** is the time by which a rank is slower than the median rank, as a "
         "share of a step. For a rank without this score it is the share of training time by which "
-        "it waits less than the one that waits longest: the others wait for the rank that does not "
-        "wait. Check its node, its device and its data.",
+        "it waits less than the median rank, if zerowatch records all collectives: the others wait "
+        "for the rank that does not wait. Check its node, its device and its data.",
         columns=(
             Column(
                 title="Behind",

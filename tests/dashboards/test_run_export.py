@@ -75,6 +75,7 @@ def train(recorder: Recorder, draw: random.Random) -> None:
     recorder.set(training.RUN_ACTIVE, 1)
     recorder.set(training.RUN_ATTEMPT, 0)
     recorder.set(training.RUN_START_TIMESTAMP, STARTED)
+    recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, time.time())
     recorder.set(tuner.TUNER_STATE, 1, "trial")
 
 

@@ -17,6 +17,7 @@ OF_SERVERS = {
     "prometheus_rule_group_rules": {*_SERVER, "rule_group"},
     "prometheus_notifications_errors_total": {*_SERVER, "alertmanager"},
     "prometheus_notifications_dropped_total": _SERVER,
+    "prometheus_notifications_sent_total": {*_SERVER, "alertmanager"},
     "prometheus_notifications_alertmanagers_discovered": _SERVER,
     "prometheus_target_scrape_pool_targets": {*_SERVER, "scrape_job"},
     "prometheus_target_scrape_pool_exceeded_target_limit_total": _SERVER,

@@ -177,15 +177,17 @@ def needed_rules(files: Mapping[str, str], *components: str, only: str = "") -> 
 
 
 def _with_thresholds_of(alerts: str, recording: str) -> str:
-    """Return the recording rules without the defaults of thresholds that no alert names.
+    """Return the recording rules without the defaults of thresholds that no other rule names.
 
     promtool spends most of its time on those.
     """
     groups = json.loads(recording)["groups"]
-    for rule in (rule for group in groups for rule in group["rules"]):
+    rules = [rule for group in groups for rule in group["rules"]]
+    others = alerts + "".join(rule["expr"] for rule in rules if rule["record"] != THRESHOLDS)
+    for rule in rules:
         if rule["record"] == THRESHOLDS:
             own, *defaults = rule["expr"].split("\nor ")
-            named = (line for line in defaults if line.split('"')[3] in alerts)
+            named = (line for line in defaults if line.split('"')[3] in others)
             rule["expr"] = "\nor ".join([own, *named])
     return json.dumps({"groups": groups})
 

@@ -44,7 +44,7 @@ Restarting training critical 0 5m overview
 DataBound training warning 10m 5m step-anatomy
 LowDeviceUtilization devices warning 10m 5m devices
 MfuDropped training warning 10m 5m step-anatomy
-CheckpointOverdue training warning 1m 0 overview
+CheckpointOverdue training warning 1m 10m overview
 CheckpointFailed training warning 0 5m overview
 LossNotFinite training critical 0 5m step-anatomy
 LossScaleCollapse training critical 0 5m step-anatomy

@@ -92,7 +92,7 @@ def test_alerts_on_hardware(case, some_rules, tmp_path):
 # Here an hour is a minute long.
 @pytest.mark.parametrize(
     ("saves_each", "ends", "fires_at", "until"),
-    [(1, 5, "10m15s", 36), (12, 37, "75m15s", 90)],
+    [(1, 5, "9m30s", 36), (12, 37, "74m30s", 90)],
 )
 def test_an_overdue_checkpoint_stays_overdue_if_a_restarted_run_saves_none(
     saves_each, ends, fires_at, until, tmp_path
@@ -106,6 +106,13 @@ def test_an_overdue_checkpoint_stays_overdue_if_a_restarted_run_saves_none(
 
 def test_a_run_that_always_ends_before_its_next_checkpoint_is_overdue(some_rules, tmp_path):
     case = next(case for case in training.CASES if case.series == training.failing(pause=1))
+
+    assert failures(some_rules(only=case.about), [case.test()], tmp_path) == ""
+
+
+@pytest.mark.slow
+def test_such_a_run_is_overdue_after_pauses_of_more_than_an_hour_too(some_rules, tmp_path):
+    case = training.LONG_PAUSES
 
     assert failures(some_rules(only=case.about), [case.test()], tmp_path) == ""
 

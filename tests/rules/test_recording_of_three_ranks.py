@@ -270,6 +270,7 @@ run:zerowatch_last_checkpoint_timestamp_seconds:interval_last7d run
 run_rank_instance:zerowatch_run_active:active_timestamp_seconds run rank node instance
 run:zerowatch_run_active:active_timestamp_seconds run
 run_rank:zerowatch_run_active:ended_timestamp_seconds run rank node
+run:zerowatch_run_active:rank_0_active_timestamp_seconds run
 run:zerowatch_last_checkpoint_timestamp_seconds:unsaved_since run
 run_rank_device:zerowatch_memory_peak_bytes:limit_ratio run rank node device
 run_rank_device:zerowatch_memory_headroom_bytes:limit_ratio run rank node device

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import pytest
-from rules.history import GONE, SCRAPE, counter, gauge, of_both, of_rank, training
-from rules.promtool import failures
+from rules.history import (
+    GONE,
+    SCRAPE,
+    counter,
+    gauge,
+    of_both,
+    of_rank,
+    training,
+    training_rank,
+)
+from rules.promtool import RECORDING, RULE_FILES, failures, groups_of, needed_rules, written
 
 from zerowatch.dashboards import recording_rules as recorded
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.definitions.compare import step_of
+from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.thresholds import THRESHOLDS
@@ -19,6 +30,7 @@ MINUTES = 6
 PHASES = "zerowatch_phase_seconds_total"
 EXPOSED = "zerowatch_comm_exposed_seconds_total"
 CALLS = "zerowatch_collective_calls_total"
+COVERAGE = "zerowatch_comm_coverage_ratio"
 ACTIVE = "zerowatch_run_active"
 SAVED = "zerowatch_last_checkpoint_timestamp_seconds"
 STEP_DURATION = "zerowatch_step_duration_seconds"
@@ -94,7 +106,8 @@ CASES = {
     ),
     # Three ranks: the median waits for 0.2 of the time.
     recorded.WAIT_SHORTFALL: (
-        of_rank(0, "zerowatch_comm_wait_seconds_total", growing(0.2), group="dp")
+        of_both(COVERAGE, standing(1))
+        | of_rank(0, "zerowatch_comm_wait_seconds_total", growing(0.2), group="dp")
         | of_rank(1, "zerowatch_comm_wait_seconds_total", growing(0.1), group="dp")
         | of_rank(2, "zerowatch_comm_wait_seconds_total", growing(0.5), group="dp")
         | of_rank(2, PHASES, growing(1), phase="backward"),
@@ -165,6 +178,11 @@ CASES = {
         | of_rank(0, SAVED, gauge((2, 100), (2, 220), (3, GONE))),
         {"": 220 + 77},
     ),
+    # The last scrape before the gap that an evaluation sees.
+    recorded.RANK_0_ACTIVE_TIME: (
+        of_rank(0, ACTIVE, gauge((4, 1), (2, GONE))) | of_rank(1, ACTIVE, standing(1)),
+        {"": 238},
+    ),
     # The scrapes of 357 s and 240 s.
     recorded.RANK_ACTIVE_TIME: (
         of_rank(1, ACTIVE, gauge((4.1, 1), (2, 0))),
@@ -187,8 +205,7 @@ CASES = {
         {'node="n"': 0.75},
     ),
     recorded.COVERAGE: (
-        of_rank(0, "zerowatch_comm_coverage_ratio", standing(1))
-        | of_rank(1, "zerowatch_comm_coverage_ratio", standing(0.9)),
+        of_rank(0, COVERAGE, standing(1)) | of_rank(1, COVERAGE, standing(0.9)),
         {"": 0.9},
     ),
     recorded.STRAGGLER_SCORE: (
@@ -264,6 +281,86 @@ def test_checkpoints_are_counted_from_the_start_of_the_process_or_of_a_later_run
     test = look(rule, training(MINUTES) | series, {"": interval})
 
     assert failures(some_rules(only=rule.name), [test], tmp_path) == ""
+
+
+def test_the_last_checkpoint_is_that_which_a_run_saves_at_its_end(some_rules, tmp_path):
+    lives = ((4, 1), (0.25, 0), (1.75, GONE))
+    ranks = training_rank(0, *lives) | training_rank(1, *lives)
+    saves = of_rank(0, SAVED, gauge((2, GONE), (2, 120), (0.25, 238), (1.75, GONE)))
+    rule = recorded.LAST_CHECKPOINT_IN_WEEK
+    test = look(rule, ranks | saves, {"": 238})
+
+    assert failures(some_rules(only=rule.name), [test], tmp_path) == ""
+
+
+def test_the_interval_between_checkpoints_outlasts_a_move_of_rank_0_to_another_address(
+    some_rules, tmp_path
+):
+    """Nothing marks the end of the old series, as in a federation."""
+    series, values = CASES[recorded.CHECKPOINT_INTERVAL]
+    moved = {"node": "node-9", "instance": "10.0.0.9:9464"}
+    later = of_rank(0, "process_start_time_seconds", gauge((5, GONE), (1, 410)), **moved)
+    later |= of_rank(0, "zerowatch_run_active", gauge((5, GONE), (1, 1)), **moved)
+    rule = recorded.CHECKPOINT_INTERVAL_IN_WEEK
+    test = look(rule, training(MINUTES) | series | later, values)
+
+    assert failures(some_rules(only=rule.name), [test], tmp_path) == ""
+
+
+def late_rules(rule, some_rules, folder):
+    """Return the rules as a server has them that stores results elsewhere.
+
+    What one rule records is read at the next evaluation only.
+    """
+    files = {name: (some_rules(only=rule.name) / name).read_text() for name in RULE_FILES}
+    groups = groups_of(files[RECORDING])
+    late = [{**group, "rules": group["rules"][::-1]} for group in groups[::-1]]
+    return written({**files, RECORDING: json.dumps({"groups": late})}, folder)
+
+
+def test_pauses_are_left_out_where_a_group_does_not_read_its_own_results(some_rules, tmp_path):
+    rule = recorded.UNSAVED_SINCE
+    series, values = CASES[rule]
+    test = look(rule, training(MINUTES) | series, values)
+
+    assert failures(late_rules(rule, some_rules, tmp_path), [test], tmp_path) == ""
+
+
+# The second process is read 763 seconds after the first. Results of more than ten minutes ago are
+# not those of the evaluation before.
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pause_of_more_than_ten_minutes_is_left_out(late, some_rules, tmp_path):
+    rule = recorded.UNSAVED_SINCE
+    series = of_rank(0, "process_start_time_seconds", gauge((4, 40), (12.5, GONE), (2, 970)))
+    series |= of_rank(0, ACTIVE, gauge((4, 1), (12.5, GONE), (2, 1)))
+    series |= of_rank(0, SAVED, gauge((2, 100), (2, 220), (14.5, GONE)))
+    rules = late_rules(rule, some_rules, tmp_path) if late else some_rules(only=rule.name)
+    test = look(rule, series, {"": 220 + 763}, at="18m")
+
+    assert failures(rules, [test], tmp_path) == ""
+
+
+# Here an hour is a minute long, and a week is 168.
+@pytest.mark.parametrize(("at", "values"), [("168m", {"": 56}), ("170m", {})])
+@pytest.mark.parametrize("rule", [recorded.RANK_0_ACTIVE_TIME, recorded.UNSAVED_SINCE])
+def test_a_run_is_forgotten_a_week_after_rank_0_was_last_read(rule, at, values, tmp_path):
+    rules = written(needed_rules(rule_files(Timing(scale=1 / 60)), only=rule.name), tmp_path)
+    series = of_rank(0, ACTIVE, gauge((1, 1), (180, GONE)))
+    series |= of_rank(0, "process_start_time_seconds", gauge((1, 1), (180, GONE)))
+    series |= of_rank(0, SAVED, gauge((1, 56), (180, GONE)))
+
+    assert failures(rules, [look(rule, series, values, at=at)], tmp_path) == ""
+
+
+def test_a_time_to_come_does_not_stay(tmp_path):
+    """A host whose clock was wrong has saved a checkpoint."""
+    rule = recorded.UNSAVED_SINCE
+    rules = written(needed_rules(rule_files(Timing(scale=1 / 60)), only=rule.name), tmp_path)
+    series = of_rank(0, ACTIVE, gauge((180, 1)))
+    series |= of_rank(0, "process_start_time_seconds", gauge((180, 1)))
+    series |= of_rank(0, SAVED, gauge((2, 1e9), (178, 300)))
+
+    assert failures(rules, [look(rule, series, {"": 300}, at="175m")], tmp_path) == ""
 
 
 def test_the_memory_of_a_node_is_that_of_its_fullest_container(some_rules, tmp_path):
@@ -588,7 +685,7 @@ def test_each_recording_rule_used_by_an_alert_has_a_case():
     assert needed - CASES.keys() == long
 
 
-def look(rule, series: dict[str, str], values: dict[str, float]):
+def look(rule, series: dict[str, str], values: dict[str, float], at: str = f"{MINUTES}m"):
     """Round to millionths, because rates are not exact and promtool compares exactly."""
     expected = [
         {
@@ -604,7 +701,7 @@ def look(rule, series: dict[str, str], values: dict[str, float]):
         "promql_expr_test": [
             {
                 "expr": f"round(1e6 * {rule.name})",
-                "eval_time": f"{MINUTES}m",
+                "eval_time": at,
                 "exp_samples": expected,
             }
         ],

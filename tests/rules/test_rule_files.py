@@ -6,9 +6,11 @@ import re
 import subprocess
 from pathlib import Path
 
+import promql_parser
 import pytest
 import yaml
 from package_tree import ROOT
+from promql_parts import children, nodes, selectors
 from require import program
 from rules.expressions import unknown
 from rules.promtool import ALERTS, DCGM, RECORDING, RULE_FILES, written
@@ -101,6 +103,42 @@ def test_an_unknown_metric_or_label_is_reported():
         "zerowatch_step_duration_seconds: no metric"
     ]
     assert unknown('zerowatch_step_duration_seconds_bucket{le="1.0"}') == []
+
+
+def _kept(node: promql_parser.Expr) -> set[str]:
+    """Return the recorded series of which the value of an expression keeps all labels."""
+    if isinstance(node, promql_parser.VectorSelector):
+        return {node.name or ""} & {rule.name for rules in GROUPS.values() for rule in rules}
+    if isinstance(node, promql_parser.AggregateExpr):
+        return set()
+    return {name for child in children(node) for name in _kept(child)}
+
+
+def _mixed(expression: str) -> list[str]:
+    """Return the operations that match recorded series with others by all labels."""
+    return [
+        node.prettify()
+        for node in nodes(promql_parser.parse(expression))
+        if isinstance(node, promql_parser.BinaryExpr)
+        and not (node.modifier and node.modifier.matching)
+        and str(node.op) != "or"
+        and all(selectors(side.prettify()) for side in (node.lhs, node.rhs))
+        and bool(_kept(node.lhs)) != bool(_kept(node.rhs))
+    ]
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_recorded_series_are_matched_with_others_by_the_labels_of_a_run(name):
+    """A server that stores results elsewhere, such as Thanos Ruler, may add labels to them."""
+    assert _mixed(EXPRESSIONS[name]) == []
+
+
+def test_an_operation_on_recorded_and_other_series_is_found():
+    recorded = "run:zerowatch_loss:avg"
+
+    assert _mixed(f"{recorded} - max by (job, run) (zerowatch_loss)")
+    assert not _mixed(f"max by (job, run) ({recorded}) - max by (job, run) (zerowatch_loss)")
+    assert not _mixed(f"time() - {recorded}")
 
 
 def test_no_rule_selects_a_bucket_by_its_bound():

@@ -26,6 +26,7 @@ MISMATCH = {"alertname": "ZerowatchCollectiveMismatch", "severity": "critical", 
 BANDWIDTH = "zerowatch_comm_link_bandwidth_bytes_per_second"
 WAIT = "zerowatch_comm_wait_seconds_total"
 WORLD_SIZE = "zerowatch_world_size"
+RECORDED = "zerowatch_comm_coverage_ratio"
 SCORE = "zerowatch_straggler_score_ratio"
 STEPS = "zerowatch_steps_total"
 # A step takes 45 s.
@@ -49,18 +50,20 @@ def link(*stretches: tuple[float, float]) -> dict[str, str]:
     return series
 
 
-def waiting(*shares: float, even: float = 0) -> dict[str, str]:
+def waiting(*shares: float, even: float = 0, coverage: float = 1) -> dict[str, str]:
     """Ranks that wait for others for these shares of 8 minutes, and equally long thereafter.
 
     Args:
         shares: The shares of the time, by rank.
         even: Minutes in which all ranks wait for 12 % of the time.
+        coverage: The share of the collectives that is recorded.
     """
     series: dict[str, str] = {}
     for rank, share in enumerate(shares):
         series |= training_rank(rank, (8 + even, 1))
         series |= of_rank(rank, WAIT, counter((8, share), (even, 0.12)), group="dp")
         series |= of_rank(rank, WORLD_SIZE, gauge((8 + even, len(shares))))
+        series |= of_rank(rank, RECORDED, gauge((8 + even, coverage)))
     return series
 
 
@@ -241,6 +244,12 @@ CASES = (
         recovers_at="16m45s",
     ),
     Case(
+        title="Does not fire on waits if most collectives are not recorded, such as those of DDP",
+        near="ZerowatchStragglerRank",
+        series=waiting(0.12, 0.02, 0.14, 0.12, coverage=0.1),
+        until="4m30s",
+    ),
+    Case(
         title="Does not fire if one of four ranks waits most",
         near="ZerowatchStragglerRank",
         series=waiting(0.02, 0.4, 0.02, 0.02),
@@ -276,8 +285,7 @@ CASES = (
     ),
     Case(
         title="Fires if 2 % of the collectives are not recorded",
-        series=training(40)
-        | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (15, 0.978), (20, 0.9995))),
+        series=training(40) | of_both(RECORDED, gauge((5, 1), (15, 0.978), (20, 0.9995))),
         alert=COVERAGE,
         fires_at="12m30s",
         recovers_at="38m",
@@ -285,8 +293,7 @@ CASES = (
     Case(
         title="Does not fire on one lapse of coverage",
         near="ZerowatchCommCoverageLow",
-        series=training(15)
-        | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (0.5, 0.95), (9.5, 1))),
+        series=training(15) | of_both(RECORDED, gauge((5, 1), (0.5, 0.95), (9.5, 1))),
         until="15m",
     ),
     Case(

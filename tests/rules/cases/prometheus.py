@@ -9,6 +9,7 @@ SERVER = {"job": "prometheus", "instance": "localhost:9090"}
 SENDER = {"job": "alertmanager", "instance": "alertmanager:9093"}
 GROUP = "/etc/prometheus/rules/alerts.yaml;zerowatch-training-alerts"
 PREFIX = "prometheus_"
+ACCEPTED = "alertmanager_config_last_reload_successful"
 
 
 def alert(name: str, labels: dict[str, str], severity: str = "warning") -> dict[str, str]:
@@ -49,6 +50,25 @@ def errors_of(alertmanager: str, *stretches: Stretch) -> Series:
 def dropped(*stretches: Stretch, **labels: str) -> Series:
     """Return the alerts that Prometheus dropped."""
     return of_server("prometheus_notifications_dropped_total", counter(*stretches), **labels)
+
+
+def sends_to(alertmanager: str, minutes: float, **labels: str) -> Series:
+    """Return the alerts that Prometheus sent to an Alertmanager."""
+    return of_server(
+        "prometheus_notifications_sent_total",
+        counter((minutes, 0.1)),
+        alertmanager=f"http://{alertmanager}/api/v2/alerts",
+        **labels,
+    )
+
+
+def alertmanagers(minutes: float, *instances: str) -> Series:
+    """Return these Alertmanagers, of which each has accepted its configuration."""
+    series: Series = {}
+    for instance in instances:
+        accepted = gauge((minutes, 1))
+        series |= of_server(ACCEPTED, accepted, instance=instance)
+    return series
 
 
 def evaluates(minutes: float, group: str = GROUP, **labels: str) -> Series:
@@ -290,6 +310,56 @@ CASES = (
     ),
     *(
         Case(
+            title=f"Fires on an Alertmanager {title}",
+            series=of_server(ACCEPTED, gauge((3, 1), (15, 0), (5, 1))) | servers,
+            alert=alert("PrometheusConfigRejected", SENDER),
+            fires_at="8m15s",
+            recovers_at="18m15s",
+        )
+        for title, servers in (
+            (
+                "to which one of two servers sends",
+                sends_to("alertmanager:9093", 23)
+                | sends_to("alertmanager:9093", 23, instance="b:9090")
+                | sends_to("theirs:9093", 23, instance="c:9090")
+                | evaluates(23)
+                | evaluates(23, instance="b:9090")
+                | evaluates(23, "/etc/prometheus/rules/node.yaml;node", instance="c:9090")
+                | alertmanagers(23, "theirs:9093"),
+            ),
+            (
+                "that is scraped at another address than that to which alerts are sent",
+                sends_to("alerts.example.org", 23) | evaluates(23),
+            ),
+        )
+    ),
+    *(
+        Case(
+            title=f"Does not fire on an Alertmanager of others: {near}",
+            near=f"Zerowatch{near}",
+            series=failing
+            | alertmanagers(20, "ours:9093")
+            | sends_to("ours:9093", 20)
+            | evaluates(20)
+            | sends_to("alertmanager:9093", 20, instance="b:9090")
+            | evaluates(20, "/etc/prometheus/rules/node.yaml;node", instance="b:9090"),
+            until="20m",
+        )
+        for near, failing in (
+            ("PrometheusConfigRejected", of_server(ACCEPTED, gauge((20, 0)))),
+            (
+                "AlertmanagerNotificationsFailing",
+                of_server(ACCEPTED, gauge((20, 1)))
+                | of_server(
+                    "alertmanager_notifications_failed_total",
+                    EACH_FIVE_MINUTES,
+                    integration="slack",
+                ),
+            ),
+        )
+    ),
+    *(
+        Case(
             title=f"Fires if Prometheus rejects its changed configuration: {title}",
             series=of_server(
                 "prometheus_config_last_reload_successful", gauge((3, 1), (15, 0), (5, 1))
@@ -302,6 +372,7 @@ CASES = (
         for title, ours in (
             ("a server that evaluates rules", evaluates(23)),
             ("an agent that scrapes ranks", scrapes(23)),
+            ("an agent of optional runs", scrapes(23, "scrapeConfig/training/train-optional")),
         )
     ),
     *(
