@@ -124,7 +124,9 @@ def build_watch(
         publish_thresholds(context)
         flops = fail_open.wrap("flops", flops_counter(engine, settings.flops.method))
         peak_flops = publish_peak(settings.flops, recorder, device_index=device)
-        step_metrics = StepMetrics(recorder, flops, peak_flops)
+        step_metrics = StepMetrics(
+            recorder, flops, peak_flops, logs_loss=context.identity.rank == 0
+        )
         run_info = RunInfoPublisher(context, store, folder, address)
         probes = memory_probes(device_index=device, reset_peak=settings.memory.reset_peak_counters)
         for probe in probes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,10 @@ from ..collectives.totals import PeriodTotals
 from ..common.phase_timer import GENERATE_PHASE
 from ..instrumentation.raw_step import RawStep, StepCounts
 from .step_quantiles import StepQuantiles
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 600.0  # on losses that are not finite again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,8 @@ class StepMetrics:
         recorder: Receives the values.
         flops_of: Returns the FLOPs of a step; None if unknown.
         peak_flops: Peak FLOP/s of the device; None if unknown.
+        logs_loss: Whether to log that the loss has become NaN or infinite. One rank is enough: the
+            loss of all ranks does within a step.
     """
 
     def __init__(
@@ -49,10 +57,13 @@ class StepMetrics:
         recorder: Recorder,
         flops_of: Callable[[StepCounts], float | None],
         peak_flops: float | None,
+        *,
+        logs_loss: bool = False,
     ) -> None:
         self._recorder = recorder
         self._flops_of = flops_of
         self._peak_flops = peak_flops
+        self._logs_loss, self._logged_at = logs_loss, -math.inf
         self._quantiles = StepQuantiles()
 
     def publish(self, steps: Sequence[FinishedStep], totals: PeriodTotals) -> None:
@@ -71,6 +82,8 @@ class StepMetrics:
                 self._quantiles.add([record.training_seconds for record in records])
             for label, seconds in self._quantiles.current().items():
                 self._recorder.set(training.STEP_DURATION_QUANTILE, seconds, label)
+        if self._logs_loss:
+            self._log_loss(steps)
 
     def publish_calls_before_start(self, batch: CallBatch) -> None:
         """Count calls issued before the watch began, such as the broadcast of the weights.
@@ -135,6 +148,17 @@ class StepMetrics:
         ):
             if value is not None:
                 self._recorder.set(spec, value)
+
+    def _log_loss(self, steps: Sequence[FinishedStep]) -> None:
+        first = next((step.record for step in steps if step.record.nonfinite_loss), None)
+        if first is None or self._logged_at + SECONDS_BETWEEN_LINES > first.ended_at_unix_seconds:
+            return
+        self._logged_at = first.ended_at_unix_seconds
+        logger.warning(
+            "step %d: the loss is not a finite number; `zerowatch report` shows on which rank and "
+            "in which step this began",
+            first.step,
+        )
 
     def _count_flops(self, steps: Sequence[FinishedStep], seconds: float) -> None:
         counted = [self._flops_of(step.raw.counts) for step in steps]

@@ -272,7 +272,12 @@ class Monitor:
         recorder.start_counters((overhead.HOOK_FAILURES,), hook=("watch thread",))
         publish_thresholds(context)
         recorder.set_function(overhead.DEAD_THREADS, self._num_dead_threads)
-        step_metrics = StepMetrics(recorder, setup.flops or FlopsCounter(None), setup.peak_flops)
+        step_metrics = StepMetrics(
+            recorder,
+            setup.flops or FlopsCounter(None),
+            setup.peak_flops,
+            logs_loss=context.identity.rank == 0,
+        )
         before_start = receive_calls(setup.calls_before_start, self._groups, joins_rank_sets=False)
         step_metrics.publish_calls_before_start(before_start)
         self._run_info = RunInfoPublisher(

@@ -213,7 +213,7 @@ def _about_unseen_calls(evidence: HangEvidence) -> str | None:
     if not absent:
         return None
     text = _about_missing(absent[0], evidence.peers or {})
-    return f"{text}; rank {evidence.rank} (this one) is in {evidence.phase}, at {evidence.location}"
+    return f"{text}; rank {evidence.rank} is in {evidence.phase}, at {evidence.location}"
 
 
 def _about_missing(absent: MissingRanks, peers: Mapping[int, Heartbeat]) -> str:
@@ -231,10 +231,10 @@ def _about_this_rank(evidence: HangEvidence) -> str:
     waiting = waiting_ranks(evidence)
     if waiting:
         return (
-            f"rank {evidence.rank} (this one) has not arrived at {waiting[0].call}, where "
+            f"rank {evidence.rank} has not arrived at {waiting[0].call}, where "
             f"{format_ranks(waiting[0].ranks)} {_wait(waiting[0].ranks)}; it {where}"
         )
-    return f"rank {evidence.rank} (this one) makes no progress: it {where}"
+    return f"rank {evidence.rank} makes no progress: it {where}"
 
 
 def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, ...]:

@@ -168,6 +168,28 @@ def test_steps_are_counted_with_their_samples_and_phases(
     assert (durations.count, durations.sum) == (3, 12.0)
 
 
+def test_a_loss_that_is_not_finite_is_logged_by_one_rank_and_not_in_each_step(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = StepMetrics(recorder, lambda _: None, None, logs_loss=True)
+    steps = [
+        finished(step=number, nonfinite_loss=number > 3, ended_at_unix_seconds=10.0 * number)
+        for number in range(1, 7)
+    ]
+    again = finished(step=90, nonfinite_loss=True, ended_at_unix_seconds=900.0)
+
+    StepMetrics(recorder, lambda _: None, None).publish(steps, PeriodTotals())
+    on_other_ranks = list(caplog.messages)
+    for batch in (steps[:2], steps[2:5], steps[5:], [again]):
+        first.publish(batch, PeriodTotals())
+
+    assert on_other_ranks == []
+    assert [line.split(";")[0] for line in caplog.messages] == [
+        "step 4: the loss is not a finite number",
+        "step 90: the loss is not a finite number",
+    ]
+
+
 def test_samples_that_no_step_knows_have_no_series(
     recorder: Recorder, metrics: StepMetrics
 ) -> None:

@@ -130,7 +130,7 @@ def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
     waiting, stuck = jobs["stuck"].reports.values()
 
     assert MISSING_RANK.fullmatch(waiting.splitlines()[0])
-    assert stuck.startswith("rank 1 (this one) has not arrived at collective number ")
+    assert stuck.startswith("rank 1 has not arrived at collective number ")
     assert "at block_training (hang_job.py:" in stuck.splitlines()[0]
     assert "another rank announced the hang" in stuck.splitlines()[0]
     assert "in block_training" in stuck.partition("Python stacks")[2]
@@ -155,8 +155,8 @@ def test_with_ddp_whose_calls_have_no_record_the_late_rank_is_named_by_both(
     waiting, stuck = (text.splitlines()[0] for text in jobs["ddp"].reports.values())
 
     assert waiting.startswith("rank 1 has not arrived at an unrecorded collective of group dp ")
-    assert "rank 0 (this one) is in backward" in waiting
-    assert stuck.startswith("rank 1 (this one) has not arrived at an unrecorded collective of ")
+    assert "rank 0 is in backward" in waiting
+    assert stuck.startswith("rank 1 has not arrived at an unrecorded collective of ")
     assert "where rank 0 waits; it is in other and in no recorded collective" in stuck
     assert "at block_training (hang_ddp_job.py:" in stuck
 

@@ -239,7 +239,7 @@ def test_a_hang_in_which_the_driver_blocks_is_reported_without_collectives_and_a
 
     (report,) = tmp_path.glob("hang-*")
     lines = report.read_text().splitlines()
-    assert lines[0].startswith("rank 0 (this one) makes no progress")
+    assert lines[0].startswith("rank 0 makes no progress")
     assert "the driver does not answer" in lines[0]
     assert "  unknown: the driver does not answer" in lines
     assert (rank.num_hangs, rank.exits) == (1, [70])

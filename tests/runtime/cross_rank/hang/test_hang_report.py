@@ -99,22 +99,22 @@ SUMMARIES = {
     ),
     "others wait for this rank": (
         evidence([call(in_flight=False)], [peer(1, 1235), peer(2, 1235), peer(3, 1234)]),
-        "rank 0 (this one) has not arrived at collective number 1235 of group dp, where ranks "
+        "rank 0 has not arrived at collective number 1235 of group dp, where ranks "
         "1, 2 wait; it is in backward and in no recorded collective, at load (data.py:12)",
     ),
     "no peer waits": (
         evidence([call(in_flight=False)], [peer(1, 1234)]),
-        "rank 0 (this one) makes no progress: it is in backward and in no recorded collective, "
+        "rank 0 makes no progress: it is in backward and in no recorded collective, "
         "at load (data.py:12)",
     ),
     "a late rank at a call that no wrapper sees": (
         unrecorded(1, [(1, 77, 1), (2, 77, 0)]),
         "rank 2 has not arrived at an unrecorded collective of group dp (such as one of DDP); it "
-        "is alive; rank 0 (this one) is in backward, at load (data.py:12)",
+        "is alive; rank 0 is in backward, at load (data.py:12)",
     ),
     "others wait for this rank at such a call": (
         unrecorded(0, [(1, 77, 1), (2, 77, 0)]),
-        "rank 0 (this one) has not arrived at an unrecorded collective of group dp (such as one "
+        "rank 0 has not arrived at an unrecorded collective of group dp (such as one "
         "of DDP), where rank 1 waits; it is in backward and in no recorded collective, at load "
         "(data.py:12)",
     ),
