@@ -34,6 +34,10 @@ from .promql import (
 from .run_status import STATE_BY_REASON, RunStatus
 from .timing import HOUR, MINUTE, SHORT_SECONDS, Timing
 
+# The series of rank 0 stand for the whole run.
+_RANK_0 = 'rank="0"'
+_RANK_0_PROCESS = f"process_start_time_seconds{{{_RANK_0}}}"  # when it was started
+
 # The phases that count as training time, the denominator of the ratios.
 TRAINING_PHASES = f'phase!~"{"|".join(NON_TRAINING_PHASES)}"'
 
@@ -364,7 +368,7 @@ SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
 def _last_checkpoint(timing: Timing) -> str:
     # Of one rank: the times of several differ a little, and would count as several checkpoints. If
     # a process saves at its end, the time may be read only once, between two evaluations.
-    saved = select(training.LAST_CHECKPOINT_TIMESTAMP, 'rank="0"')
+    saved = select(training.LAST_CHECKPOINT_TIMESTAMP, _RANK_0)
     return by("max", f"last_over_time({saved}[{timing.short}])")
 
 
@@ -372,10 +376,10 @@ LAST_CHECKPOINT = recorded(training.LAST_CHECKPOINT_TIMESTAMP, "max", _last_chec
 
 
 def _checkpoint_interval() -> str:
-    process = by("max", 'process_start_time_seconds{rank="0"}')
-    run = by("max", select(training.RUN_START_TIMESTAMP, 'rank="0"'))
+    process = by("max", _RANK_0_PROCESS)
+    run = by("max", select(training.RUN_START_TIMESTAMP, _RANK_0))
     started = f"({run} > {process} or {process})"
-    saved = by("max", select(training.CHECKPOINTS, 'rank="0"', 'outcome="saved"'))
+    saved = by("max", select(training.CHECKPOINTS, _RANK_0, 'outcome="saved"'))
     # Where nothing marks the end of series, such as in a federation, the last checkpoint may be of
     # the process before.
     lasted = f"({by('max', LAST_CHECKPOINT.select())} - {started} > 0)"
@@ -401,7 +405,7 @@ def _remembered(rule: RecordingRule, function: str, operation: str) -> Recording
     """
 
     def expression(timing: Timing) -> str:
-        active = select(training.RUN_ACTIVE, 'rank="0"')
+        active = select(training.RUN_ACTIVE, _RANK_0)
         read = f"last_over_time({active}[{timing.duration(10 * MINUTE)}])"
         return where(f"{function}({rule.select()}[{timing.week}])", read)
 
@@ -459,7 +463,6 @@ RANK_ENDED_TIME = recorded(
 )
 
 
-_RANK_0 = 'rank="0"'
 _RANK_0_ACTIVE = recorded_name("run", training.RUN_ACTIVE, "rank_0_active_timestamp_seconds")
 
 
@@ -478,7 +481,7 @@ RANK_0_ACTIVE_TIME = recorded(
 
 def _unsaved_since(timing: Timing) -> str:
     now = by("max", _active_at(_RANK_0))
-    started = by("max", f"process_start_time_seconds{{{_RANK_0}}}")
+    started = by("max", _RANK_0_PROCESS)
     lately = f"last_over_time({_RANK_0_ACTIVE}[{timing.hour}]"
     # Of the evaluation before. If it is earlier than the start, it was of another process.
     before = by("max", f"{lately} offset {timing.evaluation})")
@@ -592,7 +595,7 @@ def _replay_share(operation: str, *, long: bool) -> RecordingRule:
 
     def expression(timing: Timing) -> str:
         time_range = timing.long if long else timing.short
-        whole = rate(training.PHASE_SECONDS, time_range, TRAINING_PHASES, 'rank="0"')
+        whole = rate(training.PHASE_SECONDS, time_range, TRAINING_PHASES, _RANK_0)
         return ratio(by("sum", rate(window.REPLAY_SECONDS, time_range)), by("sum", whole))
 
     return recorded(window.REPLAY_SECONDS, operation, expression)
@@ -663,7 +666,7 @@ def rate_since_start(operation: str, spec: MetricSpec, timing: Timing, *matchers
     """
     total, short = select(spec, *matchers), timing.short
     # The points of a subquery are all in memory at once, so it has one rank.
-    of_rank_0 = select(spec, *matchers, 'rank="0"')
+    of_rank_0 = select(spec, *matchers, _RANK_0)
     points = f"[{short}:{timing.duration(_LEAST_SCRAPE_SECONDS)}]"
     scraped = f"timestamp({of_rank_0})"
     if operation == "max":  # steps, of which all ranks have 0 before the first one

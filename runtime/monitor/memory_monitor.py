@@ -170,7 +170,8 @@ class MemoryMonitor:
         interpreter lock held: then no thread of Python would run, and the hang not be reported.
         """
         timer = self._context.phase_timer
-        reads_all = timer.is_stopped or runs_python(timer.training_thread)
+        is_host_alone = all(probe.device == "cpu" for probe in self._probes)
+        reads_all = is_host_alone or timer.is_stopped or runs_python(timer.training_thread)
         return self._reader.read(None if reads_all else "cpu")
 
     def _new_oom_reporter(self) -> OomReporter:

@@ -189,6 +189,21 @@ def test_a_device_that_was_not_read_is_tried_again_a_second_later(
     assert num_reads == [0, 0, 1, 1, 1]
 
 
+def test_without_a_device_the_training_thread_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Probe("cpu")
+    job = Job(monkeypatch, watch_context(), host)
+    looks: list[int] = []
+    monkeypatch.setattr(memory_monitor, "runs_python", looks.append)
+    num_before = host.num_reads
+    job.clock.seconds += 6.0
+
+    job.monitor.publish()
+
+    assert (host.num_reads - num_before, looks) == (1, [])
+
+
 def test_steps_of_training_alone_give_forecasts_of_devices_with_peaks_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
