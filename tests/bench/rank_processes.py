@@ -36,6 +36,7 @@ def run_ranks(
     *,
     world_size: int,
     timeout_seconds: float,
+    launcher: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Run `script` on `world_size` ranks and return each rank's report, in rank order.
 
@@ -44,10 +45,11 @@ def run_ranks(
         arguments: What the script should do.
         world_size: Processes to start.
         timeout_seconds: After this the ranks are killed.
+        launcher: Command that starts each rank; its last arguments are the rank's own command.
     """
     with tempfile.TemporaryDirectory(prefix="zerowatch-bench-") as name:
         folder = Path(name)
-        command = [sys.executable, str(BENCH / script), json.dumps(arguments)]
+        command = [*launcher, sys.executable, str(BENCH / script), json.dumps(arguments)]
         ranks = [_start(command, folder, rank, world_size) for rank in range(world_size)]
         try:
             _wait(ranks, folder, time.monotonic() + timeout_seconds)

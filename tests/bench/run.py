@@ -35,6 +35,7 @@ from bench.monitoring_cost import (
     step_overhead,
     thread_cost,
     training_thread,
+    training_thread_instructions,
 )
 from bench.mutations import line_coverage, mutation_check
 from bench.rank_processes import PYTHONPATH
@@ -61,6 +62,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "hot_path": hot_path.bench,
     "threads": thread_cost.bench,
     "training_thread": training_thread.bench,
+    "training_thread_instructions": training_thread_instructions.bench,
     "scrape": scrape_cost.bench,
     "slow_clients": slow_clients.bench,
     "live_page": live_page_cost.bench,

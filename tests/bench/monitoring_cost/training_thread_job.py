@@ -117,12 +117,12 @@ class Layers(torch.nn.Module):
 class FixedSteps:
     """An engine whose steps all do the same work; `num_products` makes them longer."""
 
-    def __init__(self) -> None:
+    def __init__(self, sweep_bytes: int = SWEEP_BYTES) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         gpt_training.meet()
         self.num_products = 0
-        self._swept = torch.zeros(SWEPT_BYTES // 4).split(SWEEP_BYTES // 4)
+        self._swept = torch.zeros(SWEPT_BYTES // 4).split(sweep_bytes // 4)
         self._next_sweep = 0
         self._factor = torch.zeros(MATRIX_WIDTH, MATRIX_WIDTH)
         self._product = torch.zeros(MATRIX_WIDTH, MATRIX_WIDTH)
