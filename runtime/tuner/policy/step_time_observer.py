@@ -7,7 +7,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, sqrt
+from operator import mul
 from statistics import median
 from typing import Literal, Protocol
 
@@ -245,74 +246,84 @@ MIN_BASELINE_STEPS = 20
 MAX_BASELINE_STEPS = 200
 # All deviations and sums below refer to the log of a step's time.
 ALLOWANCE = 0.025  # half the smallest shift to detect; it is subtracted from each deviation
-ALARM = 0.5  # the sum of deviations that is reported as a shift
-# The sum of deviations above which the baseline stops growing, so that it does not include the
-# shift itself.
+ALARM = 0.4  # the sum of deviations that is reported as a shift
+# The sum of deviations above which steps are not added to the baseline yet, so that it does not
+# include the shift itself. They are added if the sum falls again: a baseline without its slow steps
+# would be too low.
 SUSPICION = 0.1
 # Standard deviation of the simulated steps (tests/support/fakes/noisy_steps). A noisier machine
 # needs two sums. The deviations scaled down to this noise show large shifts early, but not those
 # smaller than the noise. The unscaled deviations show these later; what noise adds to their sum
-# grows with the variance. A shift of 5 % is detected after about 20 steps with noise of 2 %,
-# 70 with 4 %, 150 with 6 % and 400 with 10 %, with about one false alarm in 10,000 steps. If some
+# grows with the variance. A shift of 5 % is detected after about 18 steps with noise of 2 %,
+# 65 with 4 %, 165 with 6 % and 400 with 10 %, with about one false alarm in 10,000 steps. If some
 # steps take longer than others, as every fourth one that updates averages of the weights, the mean
-# is not the median. Unscaled deviations from the median would then add up without a shift.
+# is not the median. Deviations from the median would then add up without a shift.
 USUAL_NOISE = 0.02
+# Variance that the slow steps add, in the simulated steps: 2 % of them take 1.3 times as long or
+# more. Slow steps come independently of each other, so more of them count as noise with less weight
+# than noise that is correlated.
+USUAL_SLOW_VARIANCE = 0.0005
+SLOW_WEIGHT = 1 / 6
 MAX_NOISE = 0.15  # above it, the baseline is too uncertain for the sum of unscaled deviations
-MAX_DEVIATION = 0.15  # limit for the scaled deviation of one step, so that spikes are not a shift
+MAX_DEVIATION = 0.13  # limit for the scaled deviation of one step, so that spikes are not a shift
 
 
 class Cusum:
-    """Detects lasting shifts of speed: cumulative sums of deviations from a baseline median."""
+    """Detects lasting shifts of speed: cumulative sums of deviations from a baseline mean."""
 
     def __init__(self) -> None:
         self._baseline: list[float] = []  # sorted
-        self._scale = 1.0
+        self._suspicious: list[float] = []  # recent steps that the baseline may get
+        self._scale, self._limit = 1.0, MAX_DEVIATION
         self._median = self._mean = 0.0  # the mean is that of the deviations from the median
         self._scaled, self._unscaled = _Sums(), _Sums()
 
     def add(self, log_seconds: float) -> Shift | None:
         """Add the log of a step's time. Return the shift if one is detected, else None."""
-        num = len(self._baseline)
-        if num >= MIN_BASELINE_STEPS:
-            low, high = self._limits
-            deviation = min(max(log_seconds, low), high) - self._median
+        if len(self._baseline) >= MIN_BASELINE_STEPS:
+            deviation = min(max(log_seconds - self._median, -self._limit), self._limit)
+            deviation -= self._mean
             self._scaled.add(deviation * self._scale)
             # Each with the weight of its own time. After slow first steps, the mean is too high
             # until the scale grows.
-            self._unscaled.add(deviation - self._mean, weight=self._scale**2)
+            self._unscaled.add(deviation, weight=self._scale**2)
         if self._scale <= USUAL_NOISE / MAX_NOISE:
             self._unscaled = _Sums()
         slower = max(self._scaled.slower, self._unscaled.slower)
         faster = max(self._scaled.faster, self._unscaled.faster)
         if max(slower, faster) >= ALARM:
             self._baseline.clear()
+            self._suspicious.clear()
             self._scaled, self._unscaled = _Sums(), _Sums()
             return "slower" if slower >= faster else "faster"
-        if num < MAX_BASELINE_STEPS and max(self._scaled.slower, self._scaled.faster) < SUSPICION:
-            insort(self._baseline, log_seconds)
+        if len(self._baseline) + len(self._suspicious) < MAX_BASELINE_STEPS:
+            self._suspicious.append(log_seconds)
+        if self._suspicious and max(self._scaled.slower, self._scaled.faster) < SUSPICION:
+            for each in self._suspicious:
+                insort(self._baseline, each)
+            self._suspicious.clear()
             # Not only once: a spread of 20 steps is a third too high or too low by chance.
             if len(self._baseline) >= MIN_BASELINE_STEPS:
-                self._scale = min(1.0, USUAL_NOISE / max(self._spread, 1e-9))
-                self._median = self._baseline[len(self._baseline) // 2]
-                self._mean = self._mean_deviation()
+                self._measure_baseline()
         return None
 
-    @property
-    def _limits(self) -> tuple[float, float]:
-        """The times between which a step counts in full."""
-        limit = MAX_DEVIATION / self._scale
-        return self._median - limit, self._median + limit
+    def _measure_baseline(self) -> None:
+        """Set the median and the mean of the baseline, and the scale by its noise.
 
-    def _mean_deviation(self) -> float:
-        """Return the mean of the baseline's deviations, each within the limits.
-
-        The training thread calls this in each step until the baseline is complete, so it does not
-        compute each deviation.
+        The training thread calls this in each step until the baseline is complete.
         """
-        (low, high), num = self._limits, len(self._baseline)
+        num, spread = len(self._baseline), self._spread
+        self._median = self._baseline[num // 2]
+        # Slow steps do not raise the limit: scaled down, each would still add as much.
+        self._limit = MAX_DEVIATION * max(1.0, spread / USUAL_NOISE)
+        low, high = self._median - self._limit, self._median + self._limit
         first, last = bisect_left(self._baseline, low), bisect_right(self._baseline, high)
-        total = first * low + sum(self._baseline[first:last]) + (num - last) * high
-        return total / num - self._median
+        within = [each - self._median for each in self._baseline[first:last]]
+        self._mean = (sum(within) + (num - last - first) * self._limit) / num
+        squares = sum(map(mul, within, within)) + (num - last + first) * self._limit**2
+        slow_variance = squares / num - self._mean**2 - spread**2 - USUAL_SLOW_VARIANCE
+        variance = max(spread, USUAL_NOISE) ** 2 + SLOW_WEIGHT * max(0.0, slow_variance)
+        self._scale = USUAL_NOISE / sqrt(variance)
 
     @property
     def _spread(self) -> float:

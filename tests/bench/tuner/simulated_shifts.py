@@ -18,6 +18,7 @@ SHIFTS = ((0.05, 30), (-0.05, 30), (0.3, 5), (-0.3, 5))  # and the steps within 
 UNSHIFTED = Noise(drift=0.0, shift=0.0)
 NOISY = Noise(deviation=0.1, drift=0.0, shift=0.0)  # an overloaded machine
 NOISY_SHIFT_STEPS = 1000
+SLOW_SHARES = (0.08, 0.12, 0.16, 0.2)  # of random steps that take 1.3 to 2 times as long
 
 
 def shifts(num: int) -> Iterator[Row]:
@@ -33,6 +34,10 @@ def shifts(num: int) -> Iterator[Row]:
         ("noise of 10 %", NOISY),
         ("slow waves of 3 %", Noise(shift=0.0)),
         ("waves and shifts", USUAL),
+        *(
+            (f"noise, {share:.0%} of them slow", replace(UNSHIFTED, spike_share=share))
+            for share in SLOW_SHARES
+        ),
     ):
         detected = _detected_in_each(noise, num)
         yield Row(

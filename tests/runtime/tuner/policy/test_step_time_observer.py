@@ -105,7 +105,46 @@ def test_single_slow_steps_are_not_a_shift() -> None:
     assert set(detected) == {None}
 
 
-@pytest.mark.parametrize("every", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("share", [0.08, 0.12, 0.16])
+@pytest.mark.parametrize("deviation", [0.01, 0.02])
+def test_random_slow_steps_rarely_raise_an_alarm(seed: int, share: float, deviation: float) -> None:
+    alarms = 0
+    for each in range(seed, seed + 4):
+        cusum = Cusum()
+        noise = Noise(deviation=deviation, drift=0.0, shift=0.0, spike_share=share)
+        alarms += sum(
+            cusum.add(log(seconds)) is not None for seconds in noisy_steps(each, 5000, noise)
+        )
+
+    assert alarms <= 6  # of 20,000 steps; about one in 10,000 is allowed
+
+
+def test_a_shift_beside_random_slow_steps_is_detected(seed: int) -> None:
+    found = []
+    for each in range(seed, seed + 20):
+        cusum = Cusum()
+        noise = Noise(drift=0.0, shift=0.0, spike_share=0.12)
+        steps = noisy_steps(each, 500, noise)
+        shifts = [cusum.add(log(step * (1 + 0.1 * (at >= 300)))) for at, step in enumerate(steps)]
+        found.append(next((at for at, shift in enumerate(shifts[300:]) if shift), 200))
+
+    assert sorted(found)[10] <= 30
+
+
+@pytest.mark.parametrize("every", [7, 10])
+def test_rare_steps_that_take_longer_rarely_raise_an_alarm(every: int, seed: int) -> None:
+    alarms = 0
+    for each in range(seed, seed + 4):
+        cusum = Cusum()
+        steps = noisy_steps(each, 5000, Noise(drift=0.0, shift=0.0, spike_share=0.0))
+        for index, seconds in enumerate(steps):
+            slow = 1.3 if index % every == 0 else 1.0
+            alarms += cusum.add(log(slow * seconds)) is not None
+
+    assert alarms <= 2  # of 20,000 steps; one in 10,000 is allowed
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 6, 7, 8, 9, 10])
 def test_steps_that_take_longer_at_regular_times_are_not_a_shift(every: int, seed: int) -> None:
     cusum = Cusum()
     steps = noisy_steps(seed, 3000, Noise(deviation=0.01, drift=0.0, shift=0.0, spike_share=0.0))
