@@ -59,8 +59,10 @@ class DsOptions:
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
         torch_adam: Whether DeepSpeed creates torch's Adam instead of its own.
+        allows_untested: Whether ZeRO accepts optimizers that DeepSpeed does not list.
         low_precision_master: Whether a key for master weights in 16 bits is set, also if its
             precision is not enabled.
+        mixes_masters: Whether both of these keys are set.
         sums_gradients: Whether gradients are summed over the ranks, not averaged.
         scales_before_reduction: Whether they are divided before the reduction, at least in part.
         immediate_grad_update: Whether BF16_Optimizer adds each gradient to its sums at once.
@@ -84,9 +86,11 @@ class DsOptions:
     optimizer_momentum: bool = False
     legacy_fusion: bool = False
     torch_adam: bool = False
+    allows_untested: bool = False
     managed_accumulation: bool = True
     low_precision_master: bool = False
     low_precision_states: bool = False
+    mixes_masters: bool = False
     sums_gradients: bool = False
     scales_before_reduction: bool = False
     contiguous_gradients: bool = True
@@ -151,7 +155,7 @@ class DsOptions:
     @property
     def reduces_in_backward_order(self) -> bool:
         """Whether gradients are reduced in the order of backward, not of the parameters."""
-        return self.stage >= 2 or self.overlap_comm
+        return self.stage >= 2 or (self.stage == 1 and self.overlap_comm)
 
     @property
     def uses_bf16_optimizer(self) -> bool:
@@ -194,6 +198,7 @@ def options_from(reader: ConfigReader, stage: int) -> DsOptions:
         needs_cpu_optimizer=stage == 0 and _needs_cpu_optimizer(reader),
         **_zero_options(reader.zero(), stage),
         managed_accumulation=reader.flag("managed_gradient_accumulation", True),
+        allows_untested=reader.flag("zero_allow_untested_optimizer"),
         **_reduction(reader),
         set_keys=frozenset(reader.zero().block),
         unmodeled=_unmodeled(reader.block),
@@ -210,6 +215,16 @@ def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
     default = model or "fp32"
     checks = uses_fp16 or (uses_bf16 and stage < 3 and bf16.flag("check_grad_overflow", True))
     data_types = reader.section("data_types")
+    parameters = data_types.choice("param_dtype", _DTYPES, default)
+    if parameters != default:  # engine.py:1812
+        reader.reject(
+            f"data_types.param_dtype is {parameters}, but the model is trained in {default}; "
+            "remove it, or set fp16.enabled or bf16.enabled accordingly"
+        )
+    narrow_masters = (
+        fp16.flag("fp16_master_weights_and_grads"),
+        bf16.flag("bf16_master_weights_and_grads"),
+    )
     return {
         "model_dtype": model,
         "accumulation_dtype": data_types.choice("grad_accum_dtype", _DTYPES, default),
@@ -217,9 +232,9 @@ def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
         "checks_overflow": checks,
         "immediate_grad_update": bf16.flag("immediate_grad_update"),
         "gradient_clipping": reader.number("gradient_clipping", 1.0),
-        "low_precision_master": fp16.flag("fp16_master_weights_and_grads")
-        or bf16.flag("bf16_master_weights_and_grads"),
+        "low_precision_master": any(narrow_masters),
         "low_precision_states": bf16.flag("bf16_optimizer_states"),
+        "mixes_masters": all(narrow_masters),
     }
 
 
@@ -267,10 +282,11 @@ def _devices(stage: int) -> dict[str, str]:
 
 def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
     optimizer = zero.section("offload_optimizer")
-    # DeepSpeed checks these two at every stage.
+    # DeepSpeed checks these at every stage.
     options: dict[str, Any] = {
         "offload_optimizer_ratio": optimizer.number("ratio", 1.0, maximum=1.0),
         "compute_grad_norm": zero.flag("compute_grad_norm", True),
+        "overlap_comm": zero.flag("overlap_comm", stage == 3),
     }
     device, is_pinned = _optimizer_device(zero, stage), optimizer.flag("pin_memory", True)
     if stage == 0:
@@ -283,7 +299,6 @@ def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "use_multi_rank_bucket_allreduce": True,
-        "overlap_comm": stage == 3,
         "round_robin_gradients": False,
         "parameter_alignment": False,
     }

@@ -117,6 +117,8 @@ def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str,
     current = {
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": micro_batches or config.gradient_accumulation_steps,
+        # Otherwise there would be no advice on ZeRO for an optimizer that only needs this key.
+        "zero_allow_untested_optimizer": True,
     }
     name = engine.optimizer_name()
     if name:

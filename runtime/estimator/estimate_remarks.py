@@ -211,7 +211,9 @@ def _on_parameter_reuse(estimate: StepEstimate, options: DsOptions) -> Iterator[
 def _on_bucket_size(estimate: StepEstimate, model: ModelShape, options: DsOptions) -> Iterator[str]:
     reserved = estimate.memory.device_bytes["comm_buffers"]
     reads_size = options.stage > 0 and not options.uses_bf16_optimizer
-    if reads_size and reserved and options.reduce_bucket_size > model.num_trained:
+    # On CPU, the part of a bucket that is not written takes no memory.
+    is_in_full = reads_size and reserved and not options.on_cpu
+    if is_in_full and options.reduce_bucket_size > model.num_trained:
         yield (
             f"reduce_bucket_size is {options.reduce_bucket_size:,} elements, allocated in full; "
             f"{model.num_trained:,} are enough, the number of gradients of this model."

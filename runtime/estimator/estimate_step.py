@@ -24,6 +24,21 @@ from .step_estimate import EstimatedCall, StepEstimate, reference_wire_bytes, su
 from .zero3_coordinator import TracingError
 
 PIPELINE_STAGES = STAGES[:2]  # pipe/engine.py:76
+# Optimizers that are DeepSpeedCPUAdam if they are offloaded; None is one of the script.
+_ON_CPU_ADAM = (None, "adam", "adamw", "deepspeedcpuadam")
+# Optimizers that ZeRO accepts (zero/utils.py:45), by their names in a ds config and their classes.
+_ACCEPTED_BY_ZERO = (
+    *_ON_CPU_ADAM,
+    "fusedadam",
+    "zenflowcpuadam",
+    "adagrad",
+    "deepspeedcpuadagrad",
+    "lion",
+    "fusedlion",
+    "deepspeedcpulion",
+    "muon",
+    "muonwithauxadam",
+)
 _PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."
 
 
@@ -220,6 +235,19 @@ def _check_stage(options: DsOptions, origin: str) -> None:
             f"{options.offload_optimizer_ratio:g}, which DeepSpeed rejects at stage "
             f"{options.stage}; remove it, or use stage 3"
         )
+    is_partial = options.offloads_optimizer and options.offload_optimizer_ratio < 1
+    if is_partial and not _has_cpu_adam(options):  # zero/stage3.py:316
+        raise UnsupportedStageError(
+            f"{origin}: zero_optimization.offload_optimizer.ratio is "
+            f"{options.offload_optimizer_ratio:g}, which DeepSpeed rejects for optimizers other "
+            "than its own Adam; remove it, or use AdamW"
+        )
+    is_untested = options.optimizer not in _ACCEPTED_BY_ZERO and not options.allows_untested
+    if is_untested and options.stage > 0:  # engine.py:2298
+        raise UnsupportedStageError(
+            f"{origin}: optimizer.type is {options.optimizer}, which DeepSpeed rejects with ZeRO; "
+            "set zero_allow_untested_optimizer to true, or use another optimizer"
+        )
     if options.needs_cpu_optimizer and not options.on_cpu:  # ops/adam/cpu_adam.py:148
         raise UnsupportedStageError(
             f"{origin}: zero_optimization.offload_optimizer is set, but stage 0 moves nothing to "
@@ -241,6 +269,10 @@ def _check_stage(options: DsOptions, origin: str) -> None:
             f"{origin}: fp16_master_weights_and_grads or bf16_master_weights_and_grads is true, "
             f"which DeepSpeed rejects {reason}"
         )
+    if not options.managed_accumulation and (reason := _needs_managed_accumulation(options)):
+        raise UnsupportedStageError(
+            f"{origin}: managed_gradient_accumulation is false, which DeepSpeed rejects {reason}"
+        )
     if options.sums_gradients and options.stage == 3:  # runtime/config.py:694
         raise UnsupportedStageError(
             f"{origin}: gradient_allreduce_op is sum, which DeepSpeed rejects at stage 3; remove "
@@ -260,14 +292,36 @@ def _needs_wide_master(options: DsOptions) -> str:
         return ""
     if options.stage == 0:  # runtime/config.py:702
         return "at stage 0; remove it, or use ZeRO"
-    # BF16_Optimizer ignores the key. Else see runtime/base_optimizer.py:507.
-    in_place = options.low_precision_states or options.offloads_optimizer
-    if in_place or options.uses_bf16_optimizer:
+    if options.uses_bf16_optimizer:  # it ignores the keys
         return ""
-    return (
-        "without zero_optimization.offload_optimizer; set that, or, for bf16, "
-        "bf16_optimizer_states too"
-    )
+    if options.mixes_masters:  # runtime/base_optimizer.py:499
+        return "if both are; remove one of them"
+    if not options.offloads_optimizer:  # runtime/base_optimizer.py:507
+        return (
+            ""
+            if options.low_precision_states
+            else "without zero_optimization.offload_optimizer; set that, or, for bf16, "
+            "bf16_optimizer_states too"
+        )
+    if not _has_cpu_adam(options):  # zero/stage_1_and_2.py:331
+        return "for an offloaded optimizer other than DeepSpeed's own Adam; use AdamW"
+    return ""
+
+
+def _has_cpu_adam(options: DsOptions) -> bool:
+    """Whether DeepSpeed's own Adam updates what is offloaded, or may do so: the script's."""
+    return not options.torch_adam and options.optimizer in _ON_CPU_ADAM
+
+
+def _needs_managed_accumulation(options: DsOptions) -> str:
+    """Return where DeepSpeed demands managed accumulation, and what to do: engine.py:2030."""
+    if options.is_pipeline:
+        return "with pipeline parallelism; remove it"
+    if options.stage < 2 and options.overlap_comm:
+        return (
+            f"with overlap_comm at stage {options.stage}; remove one of them, or use stage 2 or 3"
+        )
+    return ""
 
 
 def _scales_before_reduce_scatter(options: DsOptions) -> bool:

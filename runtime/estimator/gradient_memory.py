@@ -3,8 +3,9 @@
 `model_memory.py` adds parameters and optimizer states to it.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (z12 below), runtime/zero/stage3.py,
-runtime/bf16_optimizer.py and runtime/fp16/. Allocated bytes count, touched or not. Where DeepSpeed
-frees one gradient while it allocates another, the larger one counts.
+runtime/bf16_optimizer.py and runtime/fp16/. On a GPU, allocated bytes count, touched or not. On
+CPU, the part of a bucket to which no gradient is written takes no memory. Where DeepSpeed frees one
+gradient while it allocates another, the larger one counts.
 """
 
 from __future__ import annotations
@@ -126,10 +127,10 @@ def _stages_1_and_2(model: ModelShape, options: DsOptions, sizes: PartitionSizes
         host = sizes.part * (master_copy_width(options, width) + width) + offload_buffer
         host_accumulated = reduction.host_copies() if accumulated_copies else 0
         accumulated_copies = 0
-    in_buckets = reduction.contiguous * options.reduce_bucket_size * reduction.staged_width
+    buckets = _bucket_elements(options, sizes, num_buckets=2 if options.overlap_comm else 1)
     return GradientMemory(
         kept=min(peak, collected + kept),
-        buffers=in_buckets * (2 if options.overlap_comm else 1) + offload_buffer,
+        buffers=reduction.contiguous * buckets * reduction.staged_width + offload_buffer,
         transient=max(0, peak - collected - kept),
         in_step=_step_of_stages_1_and_2(model, options, sizes, kept, compact),
         in_forward=offload_buffer,
@@ -160,7 +161,8 @@ def _stage_3(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> Gr
     )
     largest, limit = _largest(model), options.reduce_bucket_size
     offloads = options.offloads_optimizer
-    reserved = limit * sent * options.contiguous_gradients  # stage3.py:782
+    elements = _bucket_elements(options, sizes) if options.contiguous_gradients else 0
+    reserved = elements * sent  # stage3.py:782
     in_place = options.contiguous_gradients and not options.reduce_scatter  # stage3.py:1860
     # Rearranged by rank (coalesced_collectives.py:122).
     message = 0 if in_place else min(limit, sizes.whole) * sent
@@ -324,6 +326,12 @@ class _BucketedReduction:
 _BY_STAGE: Mapping[int, Callable[[ModelShape, DsOptions, PartitionSizes], GradientMemory]] = (
     MappingProxyType({0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3})
 )
+
+
+def _bucket_elements(options: DsOptions, sizes: PartitionSizes, *, num_buckets: int = 1) -> int:
+    """Return the elements for which buckets take memory."""
+    elements = num_buckets * options.reduce_bucket_size
+    return min(elements, sizes.whole) if options.on_cpu else elements
 
 
 def _largest(model: ModelShape) -> int:

@@ -25,9 +25,8 @@ from .batch_means import MIN_VALUES, mean_error
 from .configuration import Difference, RunSource, differences, not_recorded
 from .metrics_reader import read_metrics
 from .run_charts import CHART_SERIES
-from .run_reader import Column, RankSteps, RecordedRun, read_run
+from .run_reader import LAST_STEPS, Column, RankSteps, RecordedRun, read_run
 from .run_summary import (
-    LAST_STEPS,
     RunSummary,
     exposed_seconds,
     has_collectives,
@@ -581,9 +580,11 @@ class _Measures:
         both = known[0] & known[1]
         if both.any():
             # NaN if one of them was not finite: the mean of the others would hide that.
-            means = [float(each[both][-LAST_STEPS:].mean()) for each in losses]
+            size = self._steps.facts.steps_per_value
+            rows = min(math.ceil(LAST_STEPS / size), int(both.sum()))
+            means = [float(each[both][-rows:].mean()) for each in losses]
             last = [mean if math.isfinite(mean) else None for mean in means]
-            title = f"loss, mean of the last {min(LAST_STEPS, int(both.sum()))} common steps"
+            title = f"loss, mean of the last {rows * size} common steps"
             yield _plain_measure("loss", "loss", title, "", *last, not_comparable=self._work)
         yield self._figure("loss", "skipped_ratio", "skipped steps, whole run", "ratio")
         title = "steps with nan or inf, whole run"

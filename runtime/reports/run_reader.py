@@ -44,6 +44,7 @@ MAX_LAG_SECONDS = 30.0
 # rank per node records every step, the others each tenth.
 FULL_LOG_WORLD_SIZE = 64
 LONGEST_GAP = 10  # steps between two records of most ranks of a large job
+LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most a tenth of the run
 # A line longer than this is no step record.
 _MAX_LINE_BYTES = 2**20
 # Larger report files are cut; most of a long hang report are stacks of other threads.
@@ -146,6 +147,9 @@ class RankSteps:
             - `device.<device>.<reading>`, `oom_risk.<device>`
             - `generation.calls|sequences|tokens|seconds|collectives|gathered_bytes`
         totals: Exact totals by the same names.
+        num_losses: Number of steps with a loss, finite or not.
+        last_losses: Number and loss of each of the last of these steps, at most LAST_STEPS, as
+            rows. The loss is NaN if it was not finite.
         is_upper_bound: Whether `comm_seconds` of some step is only an upper bound, as on a GPU.
 
     Examples:
@@ -166,6 +170,8 @@ class RankSteps:
     steps_per_row: int
     columns: Mapping[str, Column]
     totals: Mapping[str, ColumnTotals]
+    num_losses: int
+    last_losses: NDArray[np.float64]
     is_upper_bound: bool
 
     def column(self, name: str) -> Column:
@@ -498,6 +504,8 @@ def _read_rank(
         steps_per_row=columns.steps_per_row,
         columns=columns.finished(),
         totals=columns.totals,
+        num_losses=columns.num_losses,
+        last_losses=columns.last_losses,
         is_upper_bound=is_upper_bound,
     )
 
@@ -674,6 +682,8 @@ class _Columns:
         totals: Exact totals by column so far.
         num_steps: Number of steps so far.
         first_step: Number of the first step.
+        num_losses: Number of steps with a loss so far.
+        last_losses: See `RankSteps.last_losses`.
     """
 
     def __init__(self, steps_per_row: int) -> None:
@@ -681,6 +691,8 @@ class _Columns:
         self.totals: dict[str, ColumnTotals] = {}
         self.num_steps = 0
         self.first_step = 0
+        self.num_losses = 0
+        self.last_losses = np.empty((0, 2))
         self._parts: dict[str, list[Column]] = {}
         self._rows: list[int] = []  # of each part
         self._held: dict[str, Column] = {}  # the steps of an incomplete row
@@ -694,6 +706,7 @@ class _Columns:
         self.num_steps += num_steps
         for name, values in block.items():
             self.totals[name] = _added(self.totals.get(name, ColumnTotals()), values)
+        self._add_losses(numbers, block["loss"], block["nonfinite_loss"] > 0)
         if self.steps_per_row == 1:
             self._append(block, num_steps)
             return
@@ -716,6 +729,12 @@ class _Columns:
             self._append(rows, 1)
         # One column after another, so that the memory of only one is taken twice.
         return {name: np.concatenate(self._parts.pop(name)) for name in list(self._parts)}
+
+    def _add_losses(self, numbers: Column, losses: Column, is_bad: NDArray[np.bool_]) -> None:
+        is_known = is_bad | ~np.isnan(losses)
+        self.num_losses += int(is_known.sum())
+        known = np.column_stack((numbers, np.where(is_bad, np.nan, losses)))[is_known]
+        self.last_losses = np.concatenate((self.last_losses, known))[-LAST_STEPS:]
 
     def _append(self, block: dict[str, Column], num_rows: int) -> None:
         for name in self._parts.keys() - block.keys():

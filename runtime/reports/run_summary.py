@@ -57,6 +57,7 @@ from ..common.report_files import times_in
 from ..common.run_lock import is_locked
 from .metrics_reader import RankMetrics, RecordedMetrics, read_metrics
 from .run_reader import (
+    LAST_STEPS,
     LONGEST_GAP,
     MAX_LAG_SECONDS,
     Column,
@@ -79,7 +80,6 @@ Status = Literal[
 SUMMARY_SERIES = frozenset({communication.STRAGGLER_SCORE.name})
 # From then on the verdict on an active run says how long ago its last step ended.
 SILENT_SECONDS = 300.0
-LAST_STEPS = 10  # the last loss is their mean, because batches differ; at most a tenth of the run
 MAX_RANGES = 8  # of ranks in a sentence; more are counted
 # A 99th percentile above this multiple of the median means that single steps stall.
 STALL_FACTOR = 1.5
@@ -1160,16 +1160,19 @@ class _DeviceEvents:
 def _device_events(run: RecordedRun, metrics: RecordedMetrics) -> tuple[_DeviceEvents, ...]:
     """Return the counts above 0 of each rank, host and device.
 
-    A restart may put a rank on another host, so each process counts for the host of its own.
+    A restart may put a rank on another host, so each process counts for the host of its own. It
+    may also give a card to another rank, which reports the same state of it.
     """
     counts: dict[tuple[int, str, str, str, tuple[str, ...]], float] = {}
     seconds: dict[tuple[int, str], float] = {}
     present = set()
+    cards: dict[tuple[str, str, tuple[str, ...]], tuple[int, str, str, str, tuple[str, ...]]] = {}
     has_trained_on = _has_trained_since_last_start(run)
     for number, rank in metrics.ranks.items():
         for head, last in zip(rank.heads, rank.last_by_session, strict=True):
             host, is_newest = printable(head.host), last is rank.last_by_session[-1]
             is_present = not has_trained_on or (is_newest and _is_of_last_attempt(rank, run))
+            uuids = _uuids(last)
             for key, value in last.items():
                 if key.name == training.PHASE_SECONDS.name:
                     seconds[number, host] = seconds.get((number, host), 0.0) + value
@@ -1179,8 +1182,16 @@ def _device_events(run: RecordedRun, metrics: RecordedMetrics) -> tuple[_DeviceE
                     device = printable(dict(key.labels).get("device", ""))
                     labels = tuple(printable(text) for name, text in key.labels if name != "device")
                     place = (number, host, device, key.name, labels)
-                    before = counts.get(place, 0.0)
                     is_state = key.name in _DEVICE_STATES
+                    if is_state and device in uuids:
+                        card = (uuids[device], key.name, labels)
+                        known = cards.get(card)
+                        if known is not None and (known in present or not is_present):
+                            place = known
+                        elif known is not None:
+                            counts.pop(known, None)
+                        cards[card] = place
+                    before = counts.get(place, 0.0)
                     counts[place] = max(before, value) if is_state else before + value
                     if is_present:
                         present.add(place)
@@ -1197,6 +1208,12 @@ def _device_events(run: RecordedRun, metrics: RecordedMetrics) -> tuple[_DeviceE
         )
         for (rank, host, device, name, labels), count in counts.items()
     )
+
+
+def _uuids(last: Mapping[SeriesKey, float]) -> dict[str, str]:
+    """Return the UUID of each device of a process, as far as it is recorded."""
+    infos = (dict(key.labels) for key in last if key.name == devices.DEVICE_INFO.name)
+    return {printable(each.get("device", "")): each["uuid"] for each in infos if each.get("uuid")}
 
 
 def _is_pending_remap(key: SeriesKey) -> bool:
@@ -1510,18 +1527,14 @@ def _loss_figures(run: RecordedRun) -> dict[str, float | None]:
 def last_loss(steps: RankSteps) -> float | None:
     """Return the mean of the losses of a rank in its last steps; None if none is known.
 
-    A rank that records each tenth step has one of them. Of a long run that is read with several
-    steps per row, the mean is that of the rows with these steps. It is NaN if one of the losses was
-    not finite: the mean of the others would hide that.
+    A rank that records each tenth step has one of them. It is NaN if one of the losses was not
+    finite: the mean of the others would hide that.
     """
-    losses, is_bad = steps.column("loss"), steps.column("nonfinite_loss") > 0
-    is_known = is_bad | ~np.isnan(losses)
-    known = np.where(is_bad, np.nan, losses)[is_known]
-    if not known.size:
+    if not steps.num_losses:
         return None
-    num, numbers = num_last_steps(known.size * steps.steps_per_row), steps.column("step")[is_known]
-    is_last = numbers[-num:] > numbers[-1] - num
-    return float(known[-num:][is_last].mean())
+    num = num_last_steps(steps.num_losses)
+    numbers, losses = steps.last_losses[-num:].T
+    return float(losses[numbers > numbers[-1] - num].mean())
 
 
 def num_last_steps(num: float) -> int:
@@ -1766,7 +1779,8 @@ def _communication_findings(found: _Evidence) -> Iterator[Finding]:
             name="comm_coverage",
             sentence=f"Only {percent(coverage)} of the collectives were recorded, so communication "
             "takes more time than shown.",
-            advice="See docs/trust.md for the collectives that are not recorded.",
+            advice="Calls of DDP and DeepCompile, compiled collectives, and torch's isend and "
+            "irecv are not recorded; with a DeepSpeed engine, nor are functional collectives.",
         )
     if exposed > found.limit(EXPOSED_COMM_RATIO_HIGH):
         causes = {cause: found.figure(f"{cause}_ratio") for cause in _CAUSE_TEXTS}

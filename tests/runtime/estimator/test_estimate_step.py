@@ -6,6 +6,7 @@ Covers `config_reader.py` and `estimate_remarks.py`.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -390,6 +391,12 @@ def test_gradients_summed_in_another_data_type_need_zero(precision, model):
 
 CPU, ADAM, NO_CLIPPING = {"device": "cpu"}, {"type": "AdamW"}, {"gradient_clipping": 0}
 NARROW = {"bf16_master_weights_and_grads": True}
+NARROW_BF16 = {"bf16": {"enabled": True, **NARROW}}
+BOTH = {**NARROW_BF16, "fp16": {"fp16_master_weights_and_grads": True}}
+TORCH_ADAM = {**ADAM, "params": {"torch_adam": True}}
+FP32 = {"bf16": {"enabled": False}}
+UNTESTED = {"zero_allow_untested_optimizer": True}
+UNMANAGED = {"managed_gradient_accumulation": False}
 SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -409,14 +416,33 @@ SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
         ({"offload_optimizer": {"device": "nvme"}}, {"optimizer": {"type": "Lion"}}, [0]),
         ({"offload_optimizer": CPU}, {}, [0]),
         ({"offload_optimizer": CPU}, {"zero_force_ds_cpu_optimizer": False}, []),
-        ({"offload_optimizer": CPU}, {"optimizer": {"type": "SGD"}}, []),
-        ({"offload_optimizer": CPU}, {"optimizer": {**ADAM, "params": {"torch_adam": True}}}, []),
-        ({}, {"bf16": {"enabled": True, **NARROW}}, [0, 1, 2, 3]),  # master weights on the GPU
+        ({"offload_optimizer": CPU}, {"optimizer": {"type": "SGD"}}, [1, 2, 3]),
+        ({"offload_optimizer": CPU}, {"optimizer": {"type": "SGD"}, **UNTESTED}, []),
+        ({}, {"optimizer": {"type": "Lamb"}}, [1, 2, 3]),
+        ({}, {"optimizer": {"type": "Lamb"}, **UNTESTED}, []),
+        ({}, {"optimizer": {"type": "Lion"}}, []),
+        ({}, {"optimizer": {"type": "Adagrad"}}, []),
+        ({}, {"optimizer": {"type": "Muon"}}, []),
+        ({"offload_optimizer": {**CPU, "ratio": 0.3}}, {"optimizer": TORCH_ADAM}, [0, 1, 2, 3]),
+        ({"offload_optimizer": {**CPU, "ratio": 0.3}}, {}, [0, 1, 2]),
+        ({"offload_optimizer": CPU}, {"optimizer": TORCH_ADAM}, []),
+        ({}, NARROW_BF16, [0, 1, 2, 3]),  # master weights on the GPU
         ({}, {"bf16": {"enabled": True, **NARROW, "bf16_optimizer_states": True}}, [0]),
-        ({}, {"bf16": {"enabled": True, **NARROW}, **SUMS_IN_FP32}, [0, 2, 3]),
-        ({"offload_optimizer": CPU}, {"bf16": {"enabled": True, **NARROW}}, [0]),
+        ({}, {**NARROW_BF16, **SUMS_IN_FP32}, [0, 2, 3]),
+        ({"offload_optimizer": CPU}, NARROW_BF16, [0]),
         ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, [0, 1, 2, 3]),
         ({"offload_optimizer": CPU}, {"fp16": {"fp16_master_weights_and_grads": True}}, [0]),
+        ({"offload_optimizer": CPU}, {**BOTH, "optimizer": ADAM}, [0, 1, 2, 3]),
+        ({}, {**BOTH, **SUMS_IN_FP32}, [0, 2, 3]),  # BF16_Optimizer ignores both keys
+        ({"offload_optimizer": CPU}, {**NARROW_BF16, "optimizer": ADAM}, [0]),
+        ({"offload_optimizer": CPU}, {**NARROW_BF16, "optimizer": TORCH_ADAM}, [0, 1, 2, 3]),
+        ({"offload_optimizer": CPU}, {**NARROW_BF16, "optimizer": {"type": "SGD"}}, [0, 1, 2, 3]),
+        ({"offload_optimizer": CPU}, {**NARROW_BF16, "optimizer": {"type": "Lion"}}, [0, 1, 2, 3]),
+        ({"overlap_comm": True}, UNMANAGED, [0, 1]),
+        ({"overlap_comm": True}, {**UNMANAGED, **BF16, **SUMS_IN_FP32}, [0, 1]),
+        ({"overlap_comm": False}, UNMANAGED, []),
+        ({}, UNMANAGED, []),
+        ({"overlap_comm": True}, {}, []),
         ({}, {"gradient_allreduce_op": "Sum"}, [3]),
         ({}, {"gradient_allreduce_op": "mean", "gradient_predivide_factor": 1}, []),
         ({}, {"prescale_gradients": True}, [2, 3]),
@@ -434,6 +460,27 @@ def test_stages_at_which_deepspeed_rejects_a_key_are_unsupported(zero, config, r
             found.append(stage)
 
     assert found == rejected
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "is_rejected"),
+    [(FP32, "bf16", True), (BF16, "fp32", True), (BF16, "bfloat16", False), (FP32, "fp32", False)],
+)
+def test_the_data_type_of_parameters_must_be_that_of_training(precision, dtype, is_rejected):
+    config = {**precision, "data_types": {"param_dtype": dtype}}
+    raises = pytest.raises(DsConfigError, match=r"data_types\.param_dtype is ")
+
+    with raises if is_rejected else nullcontext():
+        estimate({"stage": 1}, **config)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_pipeline_needs_the_accumulation_of_deepspeed(stage):
+    model = replace(chain(1600), is_pipeline=True)
+    config = {"train_micro_batch_size_per_gpu": 1, **UNMANAGED}
+
+    with pytest.raises(UnsupportedStageError, match="rejects with pipeline parallelism"):
+        estimate_step(model, config, Topology(world_size=8), stage=stage)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -118,11 +118,33 @@ def test_deepspeeds_fused_adam_without_zero_copies_gradients_to_fp32_twice():
 
 
 def test_buckets_are_allocated_in_full_and_twice_with_overlap_comm():
-    plain = memory_of({"stage": 2, "reduce_bucket_size": 10**6}, 1000)
-    overlapped = memory_of({"stage": 2, "reduce_bucket_size": 10**6, "overlap_comm": True}, 1000)
+    zero = {"stage": 2, "reduce_bucket_size": 10**6}
+    plain = memory_of(zero, 1000, backend="nccl")
+    overlapped = memory_of({**zero, "overlap_comm": True}, 1000, backend="nccl")
 
     twice = overlapped.device_bytes["comm_buffers"] - plain.device_bytes["comm_buffers"]
     assert twice == 2 * 10**6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_on_cpu_a_bucket_takes_no_more_memory_than_the_gradients_written_to_it(stage, overlaps):
+    zero = {"stage": stage, "overlap_comm": overlaps}
+    default, filled = (
+        memory_of({**zero, "reduce_bucket_size": size}, 1000) for size in (500_000_000, 1000)
+    )
+
+    assert default.device_bytes["comm_buffers"] == filled.device_bytes["comm_buffers"]
+    assert peak_of(default).device_bytes < 100_000
+
+
+@pytest.mark.parametrize(("overlaps", "num_buckets"), [(False, 1), (True, 2)])
+def test_on_cpu_buckets_that_a_model_fills_count_in_full(overlaps, num_buckets):
+    zero = {"stage": 2, "overlap_comm": overlaps, "reduce_bucket_size": 1000}
+
+    on_gpu, on_cpu = (memory_of(zero, *[1000] * 4, backend=name) for name in ("nccl", "gloo"))
+
+    assert on_cpu.bucket_bytes == on_gpu.bucket_bytes == num_buckets * 1000 * 2
 
 
 def test_a_prefetch_of_several_parameters_needs_an_additional_buffer():

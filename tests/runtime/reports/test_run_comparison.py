@@ -17,6 +17,8 @@ from uneven_runs import compared_runs
 
 from zerowatch.metrics.catalog import communication, devices, training
 from zerowatch.metrics.step_record import CollectiveTotals, StepRecord
+from zerowatch.runtime.reports.configuration import RunSource
+from zerowatch.runtime.reports.metrics_reader import read_metrics
 from zerowatch.runtime.reports.run_comparison import (
     COMPARISON_FIGURES,
     ComparedSteps,
@@ -26,7 +28,8 @@ from zerowatch.runtime.reports.run_comparison import (
     compare,
     read_source,
 )
-from zerowatch.runtime.reports.run_reader import RunFolderError
+from zerowatch.runtime.reports.run_reader import RunFolderError, read_run
+from zerowatch.runtime.reports.run_summary import summarize
 
 
 def noise(seed: int, size: int) -> list[float]:
@@ -70,6 +73,32 @@ def compare_runs(a: Path, b: Path, *, warm_up: int | None = None) -> RunComparis
 
 def measures(comparison: RunComparison) -> dict[str, Measure]:
     return {measure.name: measure for measure in comparison.measures}
+
+
+@pytest.mark.parametrize(("max_values", "is_longer"), [(20_000, False), (1000, True)])
+def test_the_last_loss_of_folded_runs_is_the_mean_of_the_steps_that_its_title_names(
+    tmp_path: Path, max_values: int, is_longer: bool
+) -> None:
+    sources = []
+    for name in ("a", "b"):
+        folder = write_run(
+            tmp_path / name,
+            ranks=1,
+            steps=1000,
+            record=lambda rank, step: step_record(step, loss=step),
+        )
+        run, metrics = read_run(folder, max_values=max_values), read_metrics(folder)
+        sources.append(RunSource(run=run, metrics=metrics, summary=summarize(run, metrics)))
+    steps, last = sources[0].run.ranks[0], 1000
+
+    comparison = compare(*sources)
+
+    loss, size = measures(comparison)["loss"], steps.steps_per_row
+    assert size > 1
+    assert (size > 10) is is_longer
+    rows = -(-10 // size)
+    assert loss.title == f"loss, mean of the last {rows * size} common steps"
+    assert loss.a == pytest.approx(last - rows * size / 2, abs=size)
 
 
 def test_the_true_ratio_is_within_the_interval_in_nearly_all_runs(tmp_path: Path) -> None:

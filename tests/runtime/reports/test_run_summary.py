@@ -1469,6 +1469,57 @@ def test_a_gpu_whose_state_two_attempts_report_is_counted_once(tmp_path: Path) -
     assert device.events == {"XID errors, 79": 2, "row remaps, failed": 1, "lost": 1}
 
 
+@pytest.mark.parametrize("spec", [devices.DEVICE_LOST, devices.DEVICE_ROW_REMAP])
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("is_same_card", "sentences"),
+    [(True, ["of rank {1} on here."]), (False, ["of rank {1} on here.", "of rank {0} on here."])],
+)
+def test_a_card_that_a_restart_gives_to_another_rank_is_counted_once(
+    tmp_path: Path,
+    spec: MetricSpec,
+    ranks: tuple[int, int],
+    is_same_card: bool,
+    sentences: Sequence[str],
+) -> None:
+    folder = run_of_attempts(tmp_path / "run", (2, 40), (2, 80))
+    labels = ("failed",) if spec is devices.DEVICE_ROW_REMAP else ()
+    for attempt, faulty in enumerate(ranks):
+        for number in range(2):
+            with RecordedRank(folder, number, attempt=attempt, begins_at=90.0 * attempt) as rank:
+                rank.recorder.add(training.PHASE_SECONDS, 20.0, "forward")
+                if number == faulty:
+                    uuid = f"GPU-{0 if is_same_card else attempt}"
+                    rank.recorder.set_info(
+                        devices.DEVICE_INFO, f"cuda:{number}", uuid, "0000:18:00.0", "H100", "570"
+                    )
+                    rank.recorder.set(spec, 1.0, f"cuda:{number}", *labels)
+
+    summary = summary_of(folder)
+
+    found = [each for each in summary.findings if each.name == "device_events"]
+    assert [each.severity for each in found] == ["critical", "warning"][: len(sentences)]
+    for each, text in zip(found, sentences, strict=True):
+        assert text.format(*ranks) in each.sentence
+    assert sum(summary.devices[0].events.values()) == len(sentences)
+
+
+def test_two_ranks_with_a_card_each_of_the_same_name_have_lost_two(tmp_path: Path) -> None:
+    """Each rank sees only its own card, as with CUDA_VISIBLE_DEVICES."""
+    folder = run_of_attempts(tmp_path / "run", (2, 40))
+    for number in range(2):
+        with RecordedRank(folder, number) as rank:
+            rank.recorder.add(training.PHASE_SECONDS, 20.0, "forward")
+            rank.recorder.set_info(
+                devices.DEVICE_INFO, "cuda:0", f"GPU-{number}", "0000:18:00.0", "H100", "570"
+            )
+            rank.recorder.set(devices.DEVICE_LOST, 1.0, "cuda:0")
+
+    [sentence] = device_sentences(summary_of(folder))
+
+    assert sentence == "The driver lost cuda:0 of rank 0 on here, and 1 more GPU."
+
+
 def test_lost_gpus_are_counted_in_one_sentence(tmp_path: Path) -> None:
     lost = [(devices.DEVICE_LOST, 1.0, ())]
 
@@ -1945,17 +1996,24 @@ def test_the_first_step_of_folded_rows_that_was_not_finite_is_a_range(tmp_path: 
     assert f"first in the {size} recorded steps up to step {last} on rank 1." in summary.verdict
 
 
-def test_the_loss_of_folded_rows_is_that_of_the_last_ten_steps(tmp_path: Path) -> None:
-    folder = write_run(
-        tmp_path / "run", steps=1000, record=lambda rank, step: step_record(step, loss=step)
-    )
+@pytest.mark.parametrize(("max_values", "is_longer"), [(20_000, False), (1000, True)])
+@pytest.mark.parametrize(("bad", "loss"), [(991, None), (990, 995.5)])
+def test_the_loss_of_folded_rows_is_that_of_the_last_ten_steps(
+    tmp_path: Path, max_values: int, is_longer: bool, bad: int, loss: float | None
+) -> None:
+    def record(rank: int, step: int) -> StepRecord:
+        is_bad = step == bad
+        return step_record(step, loss=math.nan if is_bad else step, nonfinite_loss=is_bad)
 
-    run = read_run(folder, max_values=20_000)
-    loss = summarize(run, read_metrics(folder)).figures["loss"]
+    folder = write_run(tmp_path / "run", steps=1000, record=record)
+
+    run = read_run(folder, max_values=max_values)
+    figures = summarize(run, read_metrics(folder)).figures
 
     size = run.ranks[0].steps_per_row
     assert size > 1
-    assert loss == pytest.approx(sum(range(991, 1001)) / 10, abs=size)
+    assert (size > 10) is is_longer
+    assert figures["loss"] == loss
 
 
 def test_of_ranks_that_record_each_tenth_step_the_last_loss_is_of_the_last_ten_steps_too(

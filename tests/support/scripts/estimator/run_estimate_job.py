@@ -81,7 +81,9 @@ def _estimated(case: Case, model: str) -> tuple[int, int]:
     """Return the bytes at the peak and between steps; on CPU device and host bytes add up."""
     with torch.device("meta"):
         module = MODELS[case.model or model]()
-    topology = Topology(world_size=RANKS, backend="gloo")
+    # Live bytes are those of a device, where a bucket counts in full; but nothing is pinned.
+    backend = "gloo" if "offload_optimizer" in case.zero else "nccl"
+    topology = Topology(world_size=RANKS, backend=backend)
     memory = estimate_step(read_model_shape(module), case.ds_config, topology).memory
     samples, tokens = case.batch
     activations = None
