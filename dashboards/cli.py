@@ -71,7 +71,7 @@ def dashboards() -> None:
     metavar="NAME=VALUE",
     multiple=True,
     help="Another default of a threshold of the alerts, such as EXPOSED_COMM_RATIO_HIGH=0.35; may "
-    "be repeated. docs/reference/alerts.md lists the names.",
+    "be repeated. If a name is unknown, the error lists all names.",
 )
 @click.option("--check", is_flag=True, help="Write nothing; fail if files are not up to date.")
 def build(

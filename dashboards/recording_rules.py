@@ -393,11 +393,28 @@ CHECKPOINT_INTERVAL = recorded(
 )
 
 
-def _remembered(rule: RecordingRule, function: str, operation: str) -> RecordingRule:
+def _hourly(rule: RecordingRule, function: str, operation: str) -> RecordingRule:
+    """Return a rule for the value of `rule` in the last two hours, in one minute of each hour.
+
+    A server may evaluate rules once a minute only. The second hour is of use if one minute was
+    missed.
+    """
+
+    def expression(timing: Timing) -> str:
+        lately = f"{function}({rule.select()}[{timing.duration(2 * HOUR)}])"
+        past_the_hour = f"vector(time()) % {timing.seconds(HOUR)}"
+        return f"{lately}\nand on () ({past_the_hour} < {timing.seconds(MINUTE)})"
+
+    return recorded(training.LAST_CHECKPOINT_TIMESTAMP, operation, expression)
+
+
+def _remembered(
+    rule: RecordingRule, hourly: RecordingRule, function: str, operation: str
+) -> RecordingRule:
     """Return a rule for the value of `rule` in a week, for runs of which rank 0 is read.
 
-    A process that was restarted has no checkpoint yet, and may never save one. A week has tens of
-    thousands of samples, so they are read once for all the places where the value is used.
+    A process that was restarted has no checkpoint yet, and may never save one. A week of `rule` has
+    forty thousand samples of each run, so all but the last two hours are read from `hourly`.
 
     While rank 0 is not read, it may save checkpoints of which nothing is known. A few failed
     scrapes must not end an alert: of a run that saves as usual, nothing is overdue ten minutes
@@ -407,13 +424,21 @@ def _remembered(rule: RecordingRule, function: str, operation: str) -> Recording
     def expression(timing: Timing) -> str:
         active = select(training.RUN_ACTIVE, _RANK_0)
         read = f"last_over_time({active}[{timing.duration(10 * MINUTE)}])"
-        return where(f"{function}({rule.select()}[{timing.week}])", read)
+        lately = f"{function}({rule.select()}[{timing.duration(2 * HOUR)}])"
+        before = f"{function}({hourly.select()}[{timing.week}])"
+        return where(f"(\n{lately}\nor {before}\n)", read)
 
     return recorded(training.LAST_CHECKPOINT_TIMESTAMP, operation, expression)
 
 
-LAST_CHECKPOINT_IN_WEEK = _remembered(LAST_CHECKPOINT, "max_over_time", "max_max7d")
-CHECKPOINT_INTERVAL_IN_WEEK = _remembered(CHECKPOINT_INTERVAL, "last_over_time", "interval_last7d")
+LAST_CHECKPOINT_HOURLY = _hourly(LAST_CHECKPOINT, "max_over_time", "max_hourly")
+CHECKPOINT_INTERVAL_HOURLY = _hourly(CHECKPOINT_INTERVAL, "last_over_time", "interval_hourly")
+LAST_CHECKPOINT_IN_WEEK = _remembered(
+    LAST_CHECKPOINT, LAST_CHECKPOINT_HOURLY, "max_over_time", "max_max7d"
+)
+CHECKPOINT_INTERVAL_IN_WEEK = _remembered(
+    CHECKPOINT_INTERVAL, CHECKPOINT_INTERVAL_HOURLY, "last_over_time", "interval_last7d"
+)
 
 # When ranks were last read as training, and as ended in good order (to a minute). The times outlast
 # the targets and a restart of Prometheus, so that an alert on a dead run can use them for hours.
@@ -813,6 +838,8 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
         SKIPPED_RATIO,
         LAST_CHECKPOINT,
         CHECKPOINT_INTERVAL,
+        LAST_CHECKPOINT_HOURLY,
+        CHECKPOINT_INTERVAL_HOURLY,
         LAST_CHECKPOINT_IN_WEEK,
         CHECKPOINT_INTERVAL_IN_WEEK,
         RANK_ACTIVE_TIME,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from ...metrics.catalog import training
 from ...metrics.recorder import Recorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
+
+UNREAD_SECONDS = 60.0  # the longest usual interval between two scrapes
 
 
 class _Calls(threading.local):
@@ -31,6 +34,7 @@ class CheckpointMetrics:
         self._recorder = recorder
         self._phase_timer = phase_timer
         self._calls = _Calls()
+        self._failed_at = -math.inf
         self.begin = fail_open.wrap("checkpoint metrics", self._begin)
         self.end = fail_open.wrap("checkpoint metrics", self._end)
         self.written = fail_open.wrap("checkpoint metrics", self._written)
@@ -66,13 +70,22 @@ class CheckpointMetrics:
         finally:
             self.end(saved=None)
 
+    def failed_lately(self) -> bool:
+        """Return whether saving failed within the last minute: no scrape may have read it."""
+        return time.monotonic() - self._failed_at < UNREAD_SECONDS
+
     def _written(self, *, saved: bool, seconds: float, began_at: float) -> None:
         recorder = self._recorder
         with recorder.commit():
-            recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
+            self._count(saved=saved)
             recorder.add(training.CHECKPOINT_BACKGROUND_SECONDS, seconds)
             if saved:
                 recorder.set(training.LAST_CHECKPOINT_TIMESTAMP, began_at)
+
+    def _count(self, *, saved: bool) -> None:
+        self._recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
+        if not saved:
+            self._failed_at = time.monotonic()
 
     def _begin(self) -> None:
         calls = self._calls
@@ -88,7 +101,7 @@ class CheckpointMetrics:
         recorder = self._recorder
         with recorder.commit():
             if saved is not None:
-                recorder.add(training.CHECKPOINTS, 1, "saved" if saved else "failed")
+                self._count(saved=saved)
             if self._phase_timer.is_on_training_thread():
                 recorder.add(training.CHECKPOINT_SECONDS, time.perf_counter() - calls.began)
             if saved:

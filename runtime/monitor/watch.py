@@ -233,7 +233,8 @@ class Watch:
         The file is in the run folder, with one JSON object per call: `step`, `unix_seconds` and
         `values`. It is written on rank 0, and on another thread. On the other ranks the call has no
         effect. Lines that cannot be written, as on a full disk, are dropped and counted, and so are
-        those that come while 65,536 lines or 64 MiB of values wait.
+        those that come while 65,536 lines or 64 MiB of values wait. In a forked process, the call
+        writes the line itself. Values after the end of the run are not written, which is logged.
 
         Args:
             values: Numbers, texts, or tensors of one element. A tensor counts as it is now; for its
@@ -336,8 +337,9 @@ class Watch:
         After an end in good order or by Ctrl-C, `run_active` is 0 until the last scrape, and
         `run_end_info` has the reason. After an exception the server closes at once: `run_active`
         remains 1 and then vanishes, by which alerts recognize the failure. `run_end_info` is then
-        rarely scraped, but it is first in the last export by OTLP. If a GPU must be drained, the
-        server closes after the next scrape instead, because alerts name the GPU from it.
+        rarely scraped, but it is first in the last export by OTLP. If a GPU must be drained, or a
+        checkpoint could not be saved within the last minute, the server closes after the next
+        scrape instead, because alerts need it.
 
         Args:
             failed: Whether the run ends with an exception. A call while an exception is handled
@@ -369,7 +371,7 @@ class Watch:
 
     def _close_server(self, *, at_exit: bool) -> None:
         if self._failed:
-            if not self.fail_open.call("close", asks_for_drain, self.snapshot()):
+            if not self.fail_open.call("close", self._has_unread_fault):
                 self._close_parts(self._server.close)
             elif at_exit:
                 self._close_after_next_scrape()
@@ -384,6 +386,10 @@ class Watch:
                 self._close_parts(self._server.close)
         else:
             self._server.close_after_final_scrape(self._withdraw_targets)
+
+    def _has_unread_fault(self) -> bool:
+        checkpoints = self._instrumentation.checkpoints
+        return asks_for_drain(self.snapshot()) or checkpoints.failed_lately()
 
     def _parts_to_close(self, error: BaseException | None) -> Iterator[Callable[[], object]]:
         """Yield what closes the parts, in this order. Each may be called twice.
@@ -468,6 +474,7 @@ class Watch:
             self._server.close,
             self._comparison.forget_hooks,
             self._otel.close_after_fork,
+            self._sinks.continue_after_fork,
             *self._hooks(),
         )
 

@@ -110,6 +110,15 @@ def test_a_run_that_always_ends_before_its_next_checkpoint_is_overdue(some_rules
     assert failures(some_rules(only=case.about), [case.test()], tmp_path) == ""
 
 
+def test_a_checkpoint_that_failed_at_the_end_of_a_run_is_an_alert_after_a_single_scrape(
+    some_rules, tmp_path
+):
+    """It is between two evaluations, and so is the next scrape, which fails."""
+    case = training.FAILED_AT_THE_END
+
+    assert failures(some_rules(only=case.about), [case.test()], tmp_path) == ""
+
+
 @pytest.mark.slow
 def test_such_a_run_is_overdue_after_pauses_of_more_than_an_hour_too(some_rules, tmp_path):
     case = training.LONG_PAUSES

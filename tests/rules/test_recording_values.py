@@ -352,6 +352,25 @@ def test_a_run_is_forgotten_a_week_after_rank_0_was_last_read(rule, at, values, 
     assert failures(rules, [look(rule, series, values, at=at)], tmp_path) == ""
 
 
+# Here an hour is a minute long, and a week is 168. The values of an hour last up to two hours more.
+@pytest.mark.parametrize(("at", "known"), [("20m", True), ("170m", True), ("176m", False)])
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [(recorded.LAST_CHECKPOINT_IN_WEEK, 400), (recorded.CHECKPOINT_INTERVAL_IN_WEEK, 120)],
+)
+def test_checkpoints_of_a_process_before_are_known_for_a_week(rule, value, at, known, tmp_path):
+    rules = written(needed_rules(rule_files(Timing(scale=1 / 60)), only=rule.name), tmp_path)
+    series = of_rank(0, ACTIVE, gauge((4, 1), (2, GONE), (172, 1)))
+    series |= of_rank(0, "process_start_time_seconds", gauge((4, 40), (2, GONE), (172, 360)))
+    series |= of_rank(0, SAVED, gauge((4, 400), (174, GONE)))
+    series |= of_rank(
+        0, "zerowatch_checkpoints_total", gauge((4, 3), (2, GONE), (172, 0)), outcome="saved"
+    )
+    values = {"": value} if known else {}
+
+    assert failures(rules, [look(rule, series, values, at=at)], tmp_path) == ""
+
+
 def test_a_time_to_come_does_not_stay(tmp_path):
     """A host whose clock was wrong has saved a checkpoint."""
     rule = recorded.UNSAVED_SINCE

@@ -15,6 +15,7 @@ from require import program
 from rules.expressions import unknown
 from rules.promtool import ALERTS, DCGM, RECORDING, RULE_FILES, written
 
+from zerowatch.dashboards import recording_rules as recorded
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.alerts.alert import Links
 from zerowatch.dashboards.alerts.dcgm import dcgm_alerts
@@ -141,13 +142,25 @@ def test_an_operation_on_recorded_and_other_series_is_found():
     assert not _mixed(f"time() - {recorded}")
 
 
+def test_a_week_is_read_of_hourly_values_only():
+    """A week of a rule that has a value at each evaluation takes too long to read."""
+    week = re.compile(rf"([\w:]+)\[{Timing().week}\]")
+    read = {name for text in EXPRESSIONS.values() for name in week.findall(text)}
+
+    assert read == {
+        recorded.LAST_CHECKPOINT_HOURLY.name,
+        recorded.CHECKPOINT_INTERVAL_HOURLY.name,
+    }
+
+
 def test_no_rule_selects_a_bucket_by_its_bound():
     # Prometheus 3 writes the bounds in another form than Prometheus 2.
     assert [name for name, text in EXPRESSIONS.items() if re.search(r"\ble\s*[=!]", text)] == []
 
 
-# Alerts on ranks that export nothing. They have cases in which a run ends in good order.
-ON_SILENT_RANKS = {"ZerowatchRunDied", "ZerowatchTargetNeverUp"}
+# Alerts on ranks that export nothing, or no longer. They have cases in which a run ends in good
+# order.
+ON_SILENT_RANKS = {"ZerowatchCheckpointFailed", "ZerowatchRunDied", "ZerowatchTargetNeverUp"}
 
 
 # A fault of the hardware ends the process, and its alert must outlast that.

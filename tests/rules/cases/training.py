@@ -169,6 +169,17 @@ LONG_PAUSES = Case(
     fires_at="312m",
     recovers_at="356m15s",
 )
+_TO_THE_END = ((10, 1), (SCRAPE, 1), (10, GONE))
+# Nor is this: the run has died.
+FAILED_AT_THE_END = Case(
+    title="Fires if a single scrape has read the error that ends the run",
+    series=training_rank(0, *_TO_THE_END)
+    | training_rank(1, *_TO_THE_END)
+    | of_rank(0, NUMBER_SAVED, gauge((10, 0), (SCRAPE, 1), (10, GONE)), outcome="failed"),
+    alert=FAILED,
+    fires_at="10m15s",
+    recovers_at="17m15s",
+)
 CASES = (
     Case(
         title="Fires if loading takes 12.5 % of the time",
@@ -378,6 +389,14 @@ CASES = (
         alert=FAILED,
         fires_at="10m15s",
         recovers_at="75m",
+    ),
+    Case(
+        title="Does not fire if the script catches the error, and the run has ended in good order",
+        near="ZerowatchCheckpointFailed",
+        series=training_rank(0, (10, 1), (0.5, 0), (4, GONE))
+        | training_rank(1, (10, 1), (0.5, 0), (4, GONE))
+        | of_rank(0, NUMBER_SAVED, gauge((10, 0), (0.5, 1), (4, GONE)), outcome="failed"),
+        until="14m",
     ),
     Case(
         title="Does not fire if all checkpoints are saved",

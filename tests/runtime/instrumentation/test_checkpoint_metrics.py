@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from threading import Event, Thread, get_ident
 
 import pytest
-from fakes.clock import set_clock
+from fakes.clock import FakeClock, set_clock
 
 from zerowatch.metrics.catalog import training
 from zerowatch.metrics.recorder import Recorder
@@ -56,6 +57,31 @@ def test_a_failed_checkpoint_is_counted_and_is_not_the_last_one(recorder, checkp
     found = recorder.snapshot()
     assert found.value(training.CHECKPOINTS, "failed") == 1
     assert found.value(training.LAST_CHECKPOINT_TIMESTAMP) is None
+
+
+def _save(checkpoints: CheckpointMetrics) -> None:
+    with contextlib.suppress(OSError), checkpoints.saving():
+        raise OSError("disk full")
+
+
+def _write(checkpoints: CheckpointMetrics) -> None:
+    checkpoints.written(saved=False, seconds=2.0, began_at=456.0)
+
+
+@pytest.mark.parametrize("fail", [_save, _write])
+def test_a_failed_checkpoint_may_not_have_been_scraped_for_a_minute(
+    fail, checkpoints, monkeypatch
+) -> None:
+    clock = FakeClock()
+    set_clock(monkeypatch, checkpoint_metrics, monotonic=clock)
+    seen = [checkpoints.failed_lately()]
+
+    fail(checkpoints)
+    seen.append(checkpoints.failed_lately())
+    clock.seconds += 61
+    seen.append(checkpoints.failed_lately())
+
+    assert seen == [False, True, False]
 
 
 def test_a_copied_state_is_counted_when_a_thread_has_written_it(recorder, checkpoints) -> None:

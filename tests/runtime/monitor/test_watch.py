@@ -75,7 +75,7 @@ class Job:
             self.calls,
             forward_only_ns=3,
             generated_ns=5,
-            checkpoints=Part("checkpoints", self.calls),
+            checkpoints=Part("checkpoints", self.calls, failed_lately=lambda: False),
         )
         made["collectives"] = Part(
             "collectives", self.calls, call_recorder=SimpleNamespace(drain=lambda: "last calls")
@@ -331,6 +331,17 @@ def test_a_failure_by_a_fault_of_the_gpu_is_served_until_the_next_scrape() -> No
     assert job.value(training.RUN_ACTIVE) == 1
 
 
+def test_a_failure_in_saving_a_checkpoint_is_served_until_the_next_scrape() -> None:
+    job = Job()
+    job.watch._instrumentation.checkpoints.failed_lately = lambda: True  # type: ignore[method-assign]
+
+    job.watch.close(failed=True, at_exit=True)
+
+    read = [("server.wait_for_next_scrape",), ("server.close",)]
+    assert job.calls[-4:] == [*read, *LAST_EXPORT]
+    assert job.value(training.RUN_ACTIVE) == 1
+
+
 def test_the_targets_are_withdrawn_if_ctrl_c_ends_the_wait() -> None:
     job = Job()
 
@@ -494,7 +505,7 @@ def test_another_rank_and_a_run_without_a_folder_announce_no_report(
     assert announced == []
 
 
-def test_a_forked_child_closes_the_sockets_and_hooks_and_nothing_else() -> None:
+def test_a_forked_child_closes_the_sockets_and_hooks_and_can_still_log_values() -> None:
     job = Job()
 
     job.watch.close_after_fork()
@@ -506,6 +517,7 @@ def test_a_forked_child_closes_the_sockets_and_hooks_and_nothing_else() -> None:
         ("server.close",),
         ("comparison.forget_hooks",),
         ("otel.close_after_fork",),
+        ("sinks.continue_after_fork",),
         *HOOKS,
     ]
     assert not job.watch.is_open
