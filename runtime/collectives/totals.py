@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ...metrics.step_record import CollectiveTotals
-from ..common.phase_timer import GENERATE
+from ..common.phase_timer import GENERATE, OTHER
 from .comm_time import CommTime
 from .groups import CollectiveCall, Group
 
@@ -186,9 +186,15 @@ class StepCommTotals:
             self.generation_gathered_bytes += call.payload_bytes
 
     def device_blocked_ns(self) -> list[int]:
-        """Return the nanoseconds in which calls blocked the compute stream, by index in PHASES."""
+        """Return the nanoseconds in which calls blocked the compute stream, by index in PHASES.
+
+        Calls that block the host count in `other` only. A device that has work left meanwhile does
+        it in another phase. One that has none waits with the host, for a rank that is late.
+        """
         both = zip(self.blocked_ns, self.host_blocked_ns, strict=True)
-        return [blocked - by_host for blocked, by_host in both]
+        on_device = [blocked - by_host for blocked, by_host in both]
+        on_device[OTHER] = self.blocked_ns[OTHER]
+        return on_device
 
     def totals(self) -> dict[str, CollectiveTotals]:
         """Return the sums by operation. Seconds are None if no call could be timed."""

@@ -244,7 +244,8 @@ class StoreClientFactory:
         rank: This rank.
         attempt: Restarts of this node's processes so far.
         watch_index: Watches that this process had before; the same on all ranks.
-        default: Returns the job's store, or None if it has none; by default `job_store`.
+        default: Returns the job's store, or None if it has none; by default `job_store`. It returns
+            the same object until the job has another store.
         now: A monotonic clock, in seconds.
 
     Raises:
@@ -272,7 +273,7 @@ class StoreClientFactory:
 
         None if the namespace is not known yet, or if the job has no store, or not yet.
         """
-        is_replaced = _is_replaced(self._job_store)
+        is_replaced = _is_replaced(self._job_store, self._default)
         client = self._client if self._is_waiting and not is_replaced else None
         self._is_waiting = False
         if client is None:
@@ -299,12 +300,11 @@ class StoreClientFactory:
     def _new_client(self) -> Store | None:
         """Clone the last client, or the job's store, if any, if there is no client of it yet."""
         client: Store | None = None
-        if self._client is not None and not _is_replaced(self._job_store):
+        if self._client is not None and not _is_replaced(self._job_store, self._default):
             client = new_client(self._client, connect_seconds=CONNECT_TIMEOUT_SECONDS)
         elif (store := self._default()) is not None:
             client = new_client(reconnectable(store))
-            if self._default is job_store:
-                self._job_store = weakref.ref(store)
+            self._job_store = weakref.ref(store)
         return client
 
 
@@ -350,12 +350,14 @@ def job_store() -> Store | None:
         return None
 
 
-def _is_replaced(known: weakref.ref[Store] | None) -> bool:
+def _is_replaced(
+    known: weakref.ref[Store] | None, find: Callable[[], Store | None] = job_store
+) -> bool:
     """Whether the job has another store than the known one, if any: that of a new process group.
 
     The reference is weak, because a store that this process hosts keeps its port while it lives.
     """
-    return known is not None and job_store() not in (None, known())
+    return known is not None and find() not in (None, known())
 
 
 def make_room_for_clients(process: ProcessInfo) -> None:

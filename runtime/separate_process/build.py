@@ -150,6 +150,7 @@ class _Parts:
         return State(
             values=values,
             removed=removed,
+            store=StoreAddress.of_job(),
             since_ns=phase_timer.activity_ns,
             issued={each.key: each.issued for each in calls.groups.rank_sets()},
             pause=self.hangs.monitor.expected_pause(),

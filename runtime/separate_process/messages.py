@@ -8,6 +8,7 @@ two modules that use them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from operator import attrgetter
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from ...metrics.settings import Settings
 from ..common.process_info import ProcessInfo
-from ..common.rank_store import STORE_TIMEOUT_SECONDS
+from ..common.rank_store import STORE_TIMEOUT_SECONDS, job_store, without_prefixes
 from ..instrumentation.flops import FlopsCounter
 from ..memory.forecast.forecast_service import ForecastState
 from ..memory.memory_reader import Readings
@@ -44,16 +45,13 @@ class StoreAddress:
     @classmethod
     def of_job(cls) -> StoreAddress | None:
         """Return the address of this job's store; None without a job, or for another kind."""
-        if not dist.is_initialized():
-            return None
-        store: Any = _get_default_store()
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        store: Any = without_prefixes(job_store())
         if isinstance(store, c10d.TCPStore):
             return cls(host=store.host, port=store.port)
         if isinstance(store, c10d.FileStore):
             path: str = store.path  # type: ignore[attr-defined]
-            return cls(path=path, world_size=dist.get_world_size())
+            with suppress(ValueError):  # the script destroys the group at this moment
+                return cls(path=path, world_size=dist.get_world_size())
         return None
 
     def open(self) -> Store:
@@ -70,6 +68,34 @@ class StoreAddress:
         )
 
 
+class JobStore:
+    """The job's store, as another process finds it.
+
+    Args:
+        address: Where it is; None if the ranks share none.
+
+    Attributes:
+        address: The same. Another thread may change it, if the job has another store.
+    """
+
+    def __init__(self, address: StoreAddress | None) -> None:
+        self.address = address
+        self._opened: tuple[StoreAddress, Store] | None = None
+
+    def find(self) -> Store | None:
+        """Return a client of the store, the same one until the address changes. None without one.
+
+        Raises:
+            RuntimeError: The store does not respond.
+        """
+        address = self.address
+        if address is None:
+            return None
+        if self._opened is None or self._opened[0] != address:
+            self._opened = address, address.open()
+        return self._opened[1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What is constant in a run, for the monitoring process of one rank.
@@ -78,7 +104,7 @@ class Setup:
         settings: The settings of the run.
         process: The rank.
         watch_index: Number of watches that the training process had before.
-        store: The job's store; None if the ranks cannot be compared.
+        store: The job's store at the start; None if the ranks cannot be compared.
         on_device: Whether training runs on an accelerator.
         flops: Computes the FLOPs of a step.
         peak_flops: Peak FLOP/s of the device; None if unknown.
@@ -116,6 +142,7 @@ class State:
     Attributes:
         values: Series with a new value: of a counter by how much it has grown, of other metrics
             the value. `removed` are those that have ended.
+        store: The job's store; None while it has none.
         since_ns: The time of the last change of phase or replay, of a clock that processes share.
         issued: The number of the last call issued on each rank set, by its key.
         pause: Why this rank is expected to make no progress; None while it trains.
@@ -136,6 +163,7 @@ class State:
 
     values: Sequence[tuple[SeriesKey, float]]
     removed: Sequence[SeriesKey]
+    store: StoreAddress | None
     since_ns: int
     issued: Mapping[str, int]
     pause: str | None

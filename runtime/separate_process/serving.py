@@ -57,7 +57,7 @@ from ..monitor.step_ring import RingClaim, recover
 from ..monitor.subscriptions import for_each
 from ..tuner.policy.step_time_observer import SnapshotIntervals
 from .connection import Connection
-from .messages import MemoryKnowledge, OpenedRun, Peers, Setup, State
+from .messages import JobStore, MemoryKnowledge, OpenedRun, Peers, Setup, State
 from .wire import ReceivedGroups, receive_calls, receive_in_flight, receive_step
 
 logger = logging.getLogger(__name__)
@@ -119,12 +119,16 @@ class Comparison:
     """The comparison of this rank with other ranks, and with the estimate of its steps."""
 
     def __init__(
-        self, context: WatchContext, setup: Setup, ask_estimate: Callable[[int], Any]
+        self,
+        context: WatchContext,
+        setup: Setup,
+        job_store: JobStore,
+        ask_estimate: Callable[[int], Any],
     ) -> None:
         process, clients = setup.process, None
         if setup.store is not None:
             clients = StoreClientFactory(
-                process.rank, process.attempt, setup.watch_index, setup.store.open
+                process.rank, process.attempt, setup.watch_index, job_store.find
             )
         self.thread = new_comparison_thread(context, clients)
         if setup.each_rank_has_own_data:
@@ -230,9 +234,9 @@ class Monitor:
         self._gpus = GpuReadings(setup, recorder, fail_open)
         self._estimates: dict[int, tuple[threading.Event, list[Any]]] = {}
         self._numbers = itertools.count(1)
-        address = setup.store
-        job_store = None if address is None else fail_open.call("store", address.open)
-        store = RankStore(process, setup.watch_index, job_store)
+        self._job_store = JobStore(setup.store)
+        found = fail_open.call("store", self._job_store.find)
+        store = RankStore(process, setup.watch_index, found)
         targets = TargetDiscovery(store, process)
         self._folder = folder = RunFolder(settings, process, store, targets, has_ring=False)
         self._send_run()  # as soon as possible, for the ring of steps of the training process
@@ -281,7 +285,12 @@ class Monitor:
         before_start = receive_calls(setup.calls_before_start, self._groups, joins_rank_sets=False)
         step_metrics.publish_calls_before_start(before_start)
         self._run_info = RunInfoPublisher(
-            context, store, folder, served_at, info_of=lambda engine: setup.info
+            context,
+            store,
+            folder,
+            served_at,
+            info_of=lambda engine: setup.info,
+            is_listening=lambda: self._server.is_listening,
         )
         self._memory = MemoryAnalysis(
             recorder,
@@ -297,7 +306,9 @@ class Monitor:
         self._intervals = SnapshotIntervals(recorder, exchange_seconds)
         self._sent_forecasts: object = self._memory.forecasts.forecasts
         self._forecasts_due = 0.0
-        self._comparison = comparison = Comparison(context, setup, self._ask_estimate)
+        self._comparison = comparison = Comparison(
+            context, setup, self._job_store, self._ask_estimate
+        )
         thread = comparison.thread
         thread.expected_pause = lambda: None if self._state is None else self._state.pause
         thread.is_silent = self._is_silent
@@ -479,6 +490,7 @@ class Monitor:
     def _take_state(self, state: State) -> None:
         self._state = state
         self._state_at, self._handled_at = time.time(), time.monotonic()
+        self._job_store.address = state.store or self._job_store.address
         self._timer.since_ns = state.since_ns
         for rank_set in self._groups.rank_sets():
             rank_set.issued = state.issued.get(rank_set.key, rank_set.issued)

@@ -176,6 +176,16 @@ def test_the_time_that_calls_block_the_host_does_not_count_as_a_wait_of_the_devi
     assert totals.device_blocked_ns() == [0, 0, 10 * MS, 0, 0, 0, 0, 0]
 
 
+def test_between_the_passes_a_device_waits_with_the_host() -> None:
+    vote = call("all_gather", 8, 0, 30)
+    vote.issued_ns, vote.phase = vote.end_ns, PHASES.index("other")
+    totals = StepCommTotals()
+    totals.add([vote], comm([vote]))
+
+    assert totals.device_blocked_ns() == totals.blocked_ns
+    assert sum(totals.device_blocked_ns()) == 30 * MS
+
+
 def test_gathers_in_generation_are_counted_apart() -> None:
     calls = [
         call("all_gather", 8, 0, 1),  # in backward

@@ -407,7 +407,7 @@ def test_another_process_finds_the_store_of_the_job(
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     monkeypatch.setattr(
-        "zerowatch.runtime.separate_process.messages._get_default_store",
+        "zerowatch.runtime.common.rank_store._get_default_store",
         lambda: distributed.PrefixStore("a", distributed.PrefixStore("b", store)),
     )
     store.set("k", "v")

@@ -34,6 +34,7 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.cross_rank.comparison_thread import ComparisonThread
+from zerowatch.runtime.cross_rank.exchange import store_log
 from zerowatch.runtime.cross_rank.exchange.rank_messages import Heartbeat
 from zerowatch.runtime.instrumentation.flops import FlopsCounter, FlopsTerms
 from zerowatch.runtime.instrumentation.generated_tokens import GenerationCounts
@@ -129,6 +130,7 @@ def state(**fields: Any) -> State:
     values: dict[str, Any] = {
         "values": [],
         "removed": [],
+        "store": None,
         "since_ns": 0,
         "issued": {},
         "pause": None,
@@ -523,6 +525,43 @@ def test_other_ranks_hear_nothing_while_the_training_process_does_not_run(
             assert eventually(lambda: len(seen) > 4, 60)
             assert len(set(seen[1:])) == 1
         assert goes_on()
+    finally:
+        served.close()
+
+
+def test_ranks_are_compared_over_the_store_of_another_process_group_once_the_earlier_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_log, "FIRST_RETRY_SECONDS", 0.05)
+    servers = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in range(2)]
+    first, second = (StoreAddress(host="127.0.0.1", port=server.port) for server in servers)
+    settings = {
+        "serve": {"enabled": False},
+        "run_log": {"folder": tmp_path},
+        "cross_rank": {"interval_seconds": 0.1},
+    }
+    served = Served(
+        tmp_path,
+        store=first,
+        settings=load_settings(settings),
+        process=ProcessInfo(rank=0, local_rank=0, world_size=2, host="here", attempt=0),
+    )
+
+    def sends_to(address: StoreAddress) -> bool:
+        store = StoreClientFactory(0, 0, 0, address.open).connect()
+        return eventually(lambda: store.check(["beat/0"]), 60)
+
+    try:
+        served.send(store=first)
+        served.ask()
+        assert sends_to(first)
+
+        served.send(store=None)  # between the two groups
+        served.send(store=second)
+        served.ask()
+        del servers[0]
+
+        assert sends_to(second)
     finally:
         served.close()
 
