@@ -163,6 +163,11 @@ class Listener:
         self._wanted_port, self._wanted_until = port, time.monotonic() + seconds
 
     @property
+    def is_listening(self) -> bool:
+        """Whether it listens on a port, or did until it was closed."""
+        return bool(self._sockets)
+
+    @property
     def ports(self) -> list[int]:
         """The ports on which it listens now."""
         return [int(each.getsockname()[1]) for each in self._sockets]

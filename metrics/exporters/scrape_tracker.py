@@ -8,16 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice
 
 INTERVALS_OF_PATIENCE = 1.2
 # A client that has not scraped for this many of its intervals is gone. No rank waits for it.
 INTERVALS_UNTIL_GONE = 3
 # The scrape interval of a Prometheus server until its scrapes show it. Few are longer.
 ASSUMED_INTERVAL_SECONDS = 60.0
-# Two Prometheus servers may look like one client. The gaps between this many scrapes still show the
-# scrape interval.
+# Two Prometheus servers with one configuration look like one client if they scrape from one
+# address, such as behind a proxy. The gaps between this many scrapes show that: they alternate.
 REMEMBERED_SCRAPES = 5
+# Largest difference between the gaps of one server, as a share of two of them.
+JITTER_RATIO = 0.02
+# The gaps alternate if they differ by this many times more than the sums of two of them.
+ALTERNATION = 4
 MAX_CLIENTS = 16
 
 
@@ -27,28 +31,55 @@ class _Client:
 
     Attributes:
         timeout_seconds: The scrape timeout that a Prometheus server sends. None for other clients.
+        num_servers: 2 if two servers with the same interval look like this client, else 1.
     """
 
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_SCRAPES))
-    end_was_read: bool = False
     timeout_seconds: float | None = None
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_SCRAPES))
+    num_servers: int = 1
+    _num_reads_of_end: int = 0
+
+    def add(self, at: float, *, is_end: bool) -> None:
+        """Add a scrape. Irregular ones, such as late ones, do not change the number of servers."""
+        self.times.append(at)
+        self._num_reads_of_end = self._num_reads_of_end + 1 if is_end else 0
+        gaps, sums = self._gaps(1), self._gaps(2)
+        if len(sums) > 1:
+            difference = max(gaps) - min(gaps)
+            if difference <= JITTER_RATIO * max(sums):
+                self.num_servers = 1
+            elif difference > ALTERNATION * (max(sums) - min(sums)):
+                self.num_servers = 2
+
+    @property
+    def end_was_read(self) -> bool:
+        """Whether the client has read the end of the run: of two servers, each one."""
+        return self._num_reads_of_end >= self.num_servers
+
+    def has_scraped_after(self, at: float) -> bool:
+        """Whether the client has scraped since then: of two servers, each one."""
+        return self.times[-self.num_servers] > at
 
     @property
     def interval_seconds(self) -> float | None:
-        """The longest interval between the last scrapes.
+        """The longest interval between the last scrapes of a server.
 
         A Prometheus server scrapes again, so until its interval is known, one is assumed. Another
         client has none after a single request.
         """
-        gaps = (later - earlier for earlier, later in pairwise(self.times))
-        longest = max(gaps, default=None)
+        longest = max(self._gaps(self.num_servers), default=None)
         if self.timeout_seconds is None:
             return longest
-        # An interval is at least the timeout. Clearly shorter gaps are those between the scrapes of
-        # two servers that look like one client, such as behind a proxy.
+        # An interval is at least the timeout. Clearly shorter gaps are those between the first
+        # scrapes of two servers that look like one client.
         if longest is None or longest < self.timeout_seconds / 2:
             return ASSUMED_INTERVAL_SECONDS
         return longest
+
+    def _gaps(self, num_scrapes: int) -> list[float]:
+        """Return the seconds from each scrape to the one that comes so many scrapes later."""
+        later = islice(self.times, num_scrapes, None)
+        return [end - begin for begin, end in zip(self.times, later, strict=False)]
 
     def is_regular(self, now: float) -> bool:
         """Whether the client scrapes at intervals and has not stopped."""
@@ -89,8 +120,7 @@ class ScrapeTracker:
         """
         with self._changed:
             seen = self._clients.pop(client, None) or _Client(timeout_seconds=timeout_seconds)
-            seen.times.append(self._now())
-            seen.end_was_read = run_active == 0
+            seen.add(self._now(), is_end=run_active == 0)
             self._clients[client] = seen  # moved to the end: the first client is silent longest
             if len(self._clients) > MAX_CLIENTS:
                 del self._clients[next(iter(self._clients))]
@@ -144,7 +174,7 @@ class ScrapeTracker:
             asked_at = self._asked_at
 
             def awaited() -> list[_Client]:
-                return [client for client in self._regular() if client.times[-1] <= asked_at]
+                return [each for each in self._regular() if not each.has_scraped_after(asked_at)]
 
             patience = _patience(awaited(), max_seconds) - (self._now() - asked_at)
             self._changed.wait_for(lambda: self._is_closed or not awaited(), max(0.0, patience))

@@ -175,6 +175,12 @@ class MetricsServer:
         self._warn_if_public(listener)
         return advertised_address(listener, self._settings.advertise_host)
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether clients are served now: not while `serve.strict_port` waits for its port."""
+        listener = self._listener
+        return listener is not None and listener.is_listening
+
     def wait_for_final_scrape(self, *, interrupted: bool = False, announces: bool = True) -> None:
         """Wait until the regular scrapers have read that run_active is 0.
 

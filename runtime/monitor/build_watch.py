@@ -127,7 +127,9 @@ def build_watch(
         step_metrics = StepMetrics(
             recorder, flops, peak_flops, logs_loss=context.identity.rank == 0
         )
-        run_info = RunInfoPublisher(context, store, folder, address)
+        run_info = RunInfoPublisher(
+            context, store, folder, address, is_listening=lambda: server.is_listening
+        )
         probes = memory_probes(device_index=device, reset_peak=settings.memory.reset_peak_counters)
         for probe in probes:
             undo.callback(probe.close)

@@ -35,6 +35,7 @@ class RunInfoPublisher:
         folder: The run folder, which knows the run id once rank 0 has shared it.
         address: "host:port" at which this rank serves its metrics. None if it serves none.
         info_of: Returns the labels of the info metric but for the run id, given the engine.
+        is_listening: Returns whether the address is served now: its port may still be taken.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RunInfoPublisher:
         folder: RunFolder,
         address: str | None,
         info_of: Callable[[Any], tuple[str, ...]] | None = None,
+        is_listening: Callable[[], bool] = lambda: True,
     ) -> None:
         self._context = context
         self._info_of = info_of or partial(engine_info, world_size=context.identity.world_size)
@@ -51,7 +53,7 @@ class RunInfoPublisher:
         self._start: RunStart | None = None
         self._start_backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS)
         self._folder = folder
-        self._address = address
+        self._address, self._is_listening = address, is_listening
         self._published = self._logged = self._has_written_config = False
         context.recorder.set(training.WORLD_SIZE, context.identity.world_size)
 
@@ -113,7 +115,10 @@ class RunInfoPublisher:
             return "metrics not served"
         metrics = f"metrics http://{self._address}/metrics"
         page = page_url(self._address, self._context.settings.serve)
-        return metrics if page is None else f"live page {page}, {metrics}"
+        pages = metrics if page is None else f"live page {page}, {metrics}"
+        if self._is_listening():
+            return pages
+        return f"{pages}, not before port {self._address.rpartition(':')[2]} is free"
 
 
 def publish_thresholds(context: WatchContext) -> None:

@@ -5,6 +5,7 @@ A tracker that does not answer blocks the thread of the sinks, so the other thre
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +24,8 @@ from ..sinks.sink_runner import SinkRunner
 from .log_file import LogFile
 from .subscriptions import CLOSE_SECONDS, MAX_WAITING, Subscriptions
 from .watch_thread import FIRST_POLL_SECONDS, LAST_POLL_SECONDS, PATIENCE_SECONDS
+
+logger = logging.getLogger(__name__)
 
 LOGGED_FILE = "logged.jsonl"
 # Maximum number of lines of the script that wait, some 100 MB if each has few numbers. Further
@@ -86,6 +89,8 @@ class WatchSinks:
         self._take = wrap("logged values", _taken, is_kept=True)
         self._plain = wrap("logged values", self._plain_value, is_kept=True)
         self._append = wrap("logged values", self._append_line, BaseException, is_kept=True)
+        self._append_here = wrap("logged values", self._append_in_child, is_kept=True)
+        self._is_forked = self._is_closed = self._has_warned = False
 
     @property
     def has_sinks(self) -> bool:
@@ -119,9 +124,16 @@ class WatchSinks:
 
     def log_values(self, values: Mapping[str, object], step: int | None) -> None:
         """Append values of the script to `logged.jsonl`, without secrets."""
-        if self._is_writer:
-            taken = {name: self._take(value) for name, value in dict(values).items()}
-            line = {"step": step, "unix_seconds": time.time(), "values": taken}
+        if not self._is_writer:
+            return
+        if self._is_closed:
+            self._warn_of_end()
+            return
+        taken = {name: self._take(value) for name, value in dict(values).items()}
+        line = {"step": step, "unix_seconds": time.time(), "values": taken}
+        if self._is_forked:
+            self._append_here(line)
+        else:
             self._lines.enqueue_call(partial(self._append, line), _num_bytes(taken.values()))
 
     def close(self, *, failed: bool = False, interrupted: bool = False) -> None:
@@ -129,12 +141,17 @@ class WatchSinks:
 
         Waits `sinks.timeout_seconds` at most, of which half for the lines.
         """
-        self._failed = failed
+        self._failed, self._is_closed = failed, True
         limit = self._context.settings.sinks.timeout_seconds
         limit = min(limit, CLOSE_SECONDS) if interrupted else limit
         began = self._now()
         self._lines.close(limit / 2)
         self._subscriptions.close(max(0.0, limit - (self._now() - began)))
+
+    def continue_after_fork(self) -> None:
+        """Write lines at once in a forked child, which has no thread, and may end at any moment."""
+        self._is_forked = True
+        self._encoded = []  # the parent writes them
 
     def _run(self) -> SinkRun:
         run_id = self._context.run_id()
@@ -145,12 +162,28 @@ class WatchSinks:
         log = self._log or self._open_log()
         if log is None:
             return
-        encoded = orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
+        encoded = self._encode(line)
         self._encoded.append(encoded)
         self._num_encoded_bytes += len(encoded)
         if self._num_encoded_bytes >= BYTES_AT_ONCE:
             self._write_lines()
         let_training_run()
+
+    def _append_in_child(self, line: Mapping[str, object]) -> None:
+        log = self._log or self._open_log()
+        if log is not None:
+            log.append_all([self._encode(line)])
+
+    def _encode(self, line: Mapping[str, object]) -> bytes:
+        return orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
+
+    def _warn_of_end(self) -> None:
+        if self._context.settings.run_log.enabled and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the run has ended: values that log_values gets from now on are not written to %s",
+                LOGGED_FILE,
+            )
 
     def _write_lines(self) -> None:
         try:

@@ -99,10 +99,13 @@ def test_a_strict_port_in_use_is_waited_for(make_server, monkeypatch, caplog):
     monkeypatch.setattr(listener, "PORT_RETRY_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = port_of(taken)
-        address = make_server(port=port, strict_port=True, linger_seconds=60).start()
+        server = make_server(port=port, strict_port=True, linger_seconds=60)
+        address = server.start()
+        was_listening = server.is_listening
 
     assert address == f"127.0.0.1:{port}"
     assert eventually(lambda: answers(address))
+    assert (was_listening, server.is_listening) == (False, True)
     assert [(record.levelname, record.message) for record in caplog.records] == [
         (
             "WARNING",

@@ -352,7 +352,8 @@ def patience_after(scraped_at, now, limit, timeout_seconds=None):
         ([0, 60], 61, 20),
         ([0, 15], 76, 0),
         ([0, 5, 10], 26, 0),
-        ([0, 12, 15, 27, 30], 31, 14.4),
+        ([0, 12, 15, 27, 30], 31, 18),
+        ([0, 12, 15, 30, 45, 60, 75], 76, 18),
         ([0, 15, 16, 17, 18, 19], 20, 1.2),
     ],
     ids=[
@@ -363,7 +364,8 @@ def patience_after(scraped_at, now, limit, timeout_seconds=None):
         "never more than the setting",
         "not scraped for a minute",
         "not scraped for three of its intervals",
-        "two scrapers that look alike: the longer gap",
+        "two scrapers that look alike: their interval",
+        "of two scrapers that look alike, one has gone",
         "an old gap is forgotten",
     ],
 )
@@ -380,7 +382,9 @@ def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, pati
         ([0, 2], 3, 72),
         ([0, 15], 16, 18),
         ([0, 9.8], 10, 11.76),
-        ([0, 2, 15, 17], 18, 15.6),
+        ([0, 2, 15, 17], 18, 18),
+        ([0, 2, 15, 17, 30, 32, 45, 48.5], 49, 19.8),
+        ([0, 15, 28.5, 45, 60], 61, 19.8),
         ([0, 90], 91, 75),
     ],
     ids=[
@@ -390,7 +394,9 @@ def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, pati
         "two servers that look alike, each scraped once",
         "1.2 intervals",
         "an interval like the timeout, with jitter",
-        "two servers that look alike: the longer gap",
+        "two servers that look alike: their interval",
+        "two servers that look alike, with a late answer",
+        "a server with a late answer",
         "never more than the setting",
     ],
 )
@@ -459,12 +465,42 @@ def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrap
 def test_each_of_two_prometheus_servers_is_waited_for():
     clock = [0.0]
     visits = [(0, "often", 1), (1, "seldom", 1), (5, "often", 1), (16, "seldom", 1)]
-    scrapes = scraped(clock, [*visits, (20, "often", 1), (25, "often", 0)])
+    scrapes = scraped(clock, [*visits, (17, "often", 1), (25, "often", 0)])
 
     assert scrapes.patience_seconds(20) == pytest.approx(1.2 * 15)
 
     scrapes.note("seldom", run_active=0)
     assert scrapes.patience_seconds(20) == 0
+
+
+# Seconds from the scrape of one Prometheus server to that of the other, of 15.
+@pytest.mark.parametrize("offset", [0.2, 4, 7.2, 14])
+def test_each_of_two_servers_that_look_like_one_client_is_waited_for(offset):
+    clock = [0.0]
+    times = [start + 15 * number for number in range(4) for start in (0, offset)]
+    scrapes = scraped(clock, [(at, "prometheus", 1) for at in times])
+
+    clock[0] = 60
+    scrapes.note("prometheus", run_active=0)
+    after_the_first = scrapes.patience_seconds(75)
+    clock[0] += offset
+    scrapes.note("prometheus", run_active=0)
+
+    assert after_the_first == pytest.approx(18)
+    assert scrapes.patience_seconds(75) == 0
+
+
+def test_each_of_two_servers_that_look_like_one_client_scrapes_once_more():
+    clock = [0.0]
+    scrapes = scraped(clock, [(at, "prometheus", 1) for at in (0, 4, 15, 19)])
+    scrapes.wait_until_read(0)
+
+    clock[0] = 30
+    scrapes.note("prometheus", run_active=1)
+    assert seconds_of(lambda: scrapes.wait_until_read(11.1)) >= 0.09
+    clock[0] = 34
+    scrapes.note("prometheus", run_active=1)
+    assert seconds_of(lambda: scrapes.wait_until_read(LINGER_SECONDS)) < LINGER_SECONDS
 
 
 def test_each_regular_client_is_waited_for_until_it_has_scraped_once_more():

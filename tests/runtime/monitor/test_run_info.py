@@ -43,11 +43,14 @@ def engine(stage: int = 3) -> PlainEngine:
 
 
 def publisher(
-    context: WatchContext, store: Texts | None = None, address: str | None = "here:9464"
+    context: WatchContext,
+    store: Texts | None = None,
+    address: str | None = "here:9464",
+    **given: Any,
 ) -> RunInfoPublisher:
     folder: Any = SimpleNamespace(path=context.folder(), poll=lambda: None, files=RetriedFiles())
     texts: Any = Texts() if store is None else store
-    return RunInfoPublisher(context, texts, folder, address)
+    return RunInfoPublisher(context, texts, folder, address, **given)
 
 
 def info_of(snapshot: Snapshot) -> list[tuple[str, ...]]:
@@ -218,6 +221,17 @@ def test_rank_0_logs_once_where_metrics_and_logs_are(
     info.poll()
 
     assert caplog.messages == [f"watching 3 rank(s); {pages}; run log {tmp_path}"]
+
+
+def test_pages_that_are_not_served_yet_are_not_named_as_if_they_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    publisher(watch_context(engine()), is_listening=lambda: False).poll()
+
+    [message] = caplog.messages
+    assert "http://here:9464/metrics, not before port 9464 is free; run log" in message
 
 
 def test_a_run_without_a_folder_says_so(caplog: pytest.LogCaptureFixture) -> None:

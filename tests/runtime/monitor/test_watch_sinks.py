@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -319,6 +321,66 @@ def test_only_rank_0_writes(tmp_path: Path, fail_open: FailOpen) -> None:
     sinks.close()
 
     assert (sink.threads, list(tmp_path.iterdir())) == (set(), [])
+
+
+def log_in_forked_child(sinks: WatchSinks, values: Mapping[str, object], step: int) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)  # ends a child that hangs
+        try:
+            sinks.continue_after_fork()
+            sinks.log_values(values, step)
+        finally:
+            os._exit(0)  # as multiprocessing does: no thread of the child goes on
+    os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("is_started", [False, True])
+def test_what_a_forked_child_logs_is_written_whether_or_not_the_thread_was_started(
+    tmp_path: Path, fail_open: FailOpen, is_started: bool
+) -> None:
+    sinks = watch_sinks(tmp_path, fail_open)
+    if is_started:
+        sinks.log_values({"by": "parent"}, 0)
+        assert eventually(lambda: (tmp_path / "logged.jsonl").exists() and lines_of(tmp_path) != [])
+
+    log_in_forked_child(sinks, {"by": "child", "loss": torch.tensor(2.5)}, 1)
+    sinks.log_values({"by": "parent"}, 2)
+    sinks.close()
+
+    expected = [{"by": "parent"}, {"by": "child", "loss": 2.5}, {"by": "parent"}]
+    assert [line["values"] for line in logged(tmp_path)] == expected[not is_started :]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_lines_that_wait_in_the_parent_are_not_written_by_a_forked_child(
+    tmp_path: Path, fail_open: FailOpen
+) -> None:
+    sinks, blocked = watch_sinks(tmp_path, fail_open), BlockedText()
+    sinks.log_values({"by": "parent"}, 0)
+    sinks.log_values({"blocked": blocked}, 1)
+    assert blocked.entered.wait(60)
+
+    log_in_forked_child(sinks, {"by": "child"}, 2)
+    blocked.release.set()
+    sinks.close()
+
+    assert sorted(line["step"] for line in logged(tmp_path)) == [0, 1, 2]
+
+
+def test_values_after_the_end_of_the_run_are_not_written_which_is_logged_once(
+    tmp_path: Path, fail_open: FailOpen, caplog: pytest.LogCaptureFixture
+) -> None:
+    sinks = watch_sinks(tmp_path, fail_open)
+    sinks.log_values({"eval_loss": 2.5}, 1)
+    sinks.close()
+    for number in (2, 3):
+        sinks.log_values({"eval_loss": 2.5}, number)
+
+    assert [line["step"] for line in logged(tmp_path)] == [1]
+    [message] = caplog.messages
+    assert "log_values" in message and "ended" in message
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no server"), SystemExit(1)])
