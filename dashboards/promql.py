@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.catalog.training import RUN_START_TIMESTAMP
-from .timing import HOUR, Timing
+from .timing import HOUR, MINUTE, Timing
 
 IDENTITY = ("job", "run")  # the labels that together identify a run
 RANK, NODE = "rank", "node"
@@ -28,6 +28,15 @@ def select(spec: MetricSpec, *matchers: str, part: str = "") -> str:
     """
     braces = f"{{{', '.join(matchers)}}}" if matchers else ""
     return f"{spec.name}{part}{braces}"
+
+
+def last_value(spec: MetricSpec, timing: Timing, *matchers: str, seconds: float = MINUTE) -> str:
+    """Return the last value of a minute, or of so many seconds.
+
+    A fault that ends the process may be in a single scrape. An instant selector misses that value
+    if no evaluation of the rules comes before the process is gone.
+    """
+    return f"last_over_time({select(spec, *matchers)}[{timing.duration(seconds)}])"
 
 
 def rate(spec: MetricSpec, time_range: str, *matchers: str, part: str = "") -> str:

@@ -24,6 +24,7 @@ from .promql import (
     ON_GPU,
     ON_HOST,
     by,
+    last_value,
     rate,
     ratio,
     recorded_name,
@@ -393,6 +394,10 @@ CHECKPOINT_INTERVAL = recorded(
 )
 
 
+def _lately(rule: RecordingRule, function: str, timing: Timing) -> str:
+    return f"{function}({rule.select()}[{timing.duration(2 * HOUR)}])"
+
+
 def _hourly(rule: RecordingRule, function: str, operation: str) -> RecordingRule:
     """Return a rule for the value of `rule` in the last two hours, in one minute of each hour.
 
@@ -401,7 +406,7 @@ def _hourly(rule: RecordingRule, function: str, operation: str) -> RecordingRule
     """
 
     def expression(timing: Timing) -> str:
-        lately = f"{function}({rule.select()}[{timing.duration(2 * HOUR)}])"
+        lately = _lately(rule, function, timing)
         past_the_hour = f"vector(time()) % {timing.seconds(HOUR)}"
         return f"{lately}\nand on () ({past_the_hour} < {timing.seconds(MINUTE)})"
 
@@ -422,9 +427,8 @@ def _remembered(
     """
 
     def expression(timing: Timing) -> str:
-        active = select(training.RUN_ACTIVE, _RANK_0)
-        read = f"last_over_time({active}[{timing.duration(10 * MINUTE)}])"
-        lately = f"{function}({rule.select()}[{timing.duration(2 * HOUR)}])"
+        read = last_value(training.RUN_ACTIVE, timing, _RANK_0, seconds=10 * MINUTE)
+        lately = _lately(rule, function, timing)
         before = f"{function}({hourly.select()}[{timing.week}])"
         return where(f"(\n{lately}\nor {before}\n)", read)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ...metrics import xid_errors
 from ...metrics.catalog import devices
-from ...metrics.catalog.spec import MetricSpec
 from ...metrics.thresholds import (
     NVLINK_CRC_ERRORS_HIGH,
     PCIE_REPLAYS_HIGH,
@@ -17,7 +16,7 @@ from ...metrics.thresholds import (
     THROTTLED_RATIO_HIGH,
 )
 from ..limits import above, below, shown
-from ..promql import IDENTITY, by, increase, rate, select
+from ..promql import IDENTITY, by, increase, last_value, rate, select
 from ..timing import HOUR, MINUTE, SHORT_SECONDS, Timing
 from .alert import DEVICE, NODE, NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import while_training
@@ -68,7 +67,7 @@ def with_card(expression: str, timing: Timing, seconds: float | None = MINUTE) -
     """
     gpu = ", ".join((*IDENTITY, *GPU))
     info = devices.DEVICE_INFO
-    known = select(info) if seconds is None else _last(info, timing, seconds=seconds)
+    known = select(info) if seconds is None else last_value(info, timing, seconds=seconds)
     # A rank that restarts on another card may have two for a moment.
     card = f"topk by ({gpu}) (1, {known})"
     return (
@@ -77,17 +76,8 @@ def with_card(expression: str, timing: Timing, seconds: float | None = MINUTE) -
     )
 
 
-def _last(spec: MetricSpec, timing: Timing, *matchers: str, seconds: float = MINUTE) -> str:
-    """Return the last value of a minute, or of so many seconds.
-
-    A fault that ends the process may be in a single scrape. An instant selector misses that value
-    if no evaluation of the rules comes before the process is gone.
-    """
-    return f"last_over_time({select(spec, *matchers)}[{timing.duration(seconds)}])"
-
-
 def _gpu_lost(timing: Timing) -> Alert:
-    lost = by("max", _last(devices.DEVICE_LOST, timing), *GPU)
+    lost = by("max", last_value(devices.DEVICE_LOST, timing), *GPU)
     return Alert(
         name="ZerowatchGpuLost",
         component="devices",
@@ -107,7 +97,7 @@ def _gpu_lost(timing: Timing) -> Alert:
 
 def _gpu_xid(timing: Timing) -> Alert:
     drain = f'xid=~"{DRAIN_XIDS}"'
-    errors = by("max", _last(devices.DEVICE_XID_ERRORS, timing, drain), *GPU, "xid")
+    errors = by("max", last_value(devices.DEVICE_XID_ERRORS, timing, drain), *GPU, "xid")
     return Alert(
         name="ZerowatchGpuXid",
         component="devices",
@@ -133,8 +123,9 @@ def _gpu_xid_minor(timing: Timing) -> Alert:
     # By the address of the process: within an hour the rank may have restarted on another card. If
     # that serves at the same address, the card of the XID is not known.
     gpu = ", ".join((*IDENTITY, *GPU, "instance"))
-    cards = _last(devices.DEVICE_INFO, timing, seconds=HOUR)
-    without = f"max by ({gpu}) ({_last(devices.DEVICE_XID_ERRORS, timing, others, seconds=HOUR)})"
+    cards = last_value(devices.DEVICE_INFO, timing, seconds=HOUR)
+    errors = last_value(devices.DEVICE_XID_ERRORS, timing, others, seconds=HOUR)
+    without = f"max by ({gpu}) ({errors})"
     card = (
         f"(\n{cards} and on ({gpu}) count by ({gpu}) ({cards}) == 1\nor on ({gpu}) {without} ^ 0\n)"
     )
@@ -177,7 +168,7 @@ def _gpu_uncorrectable_ecc(timing: Timing) -> Alert:
 
 
 def _gpu_row_remap_failed(timing: Timing) -> Alert:
-    failed = by("max", _last(devices.DEVICE_ROW_REMAP, timing, 'state="failed"'), *GPU)
+    failed = by("max", last_value(devices.DEVICE_ROW_REMAP, timing, 'state="failed"'), *GPU)
     return Alert(
         name="ZerowatchGpuRowRemapFailed",
         component="devices",
@@ -196,7 +187,7 @@ def _gpu_row_remap_failed(timing: Timing) -> Alert:
 
 
 def _gpu_row_remap(timing: Timing) -> Alert:
-    pending = by("max", _last(devices.DEVICE_ROW_REMAP, timing, 'state="pending"'), *GPU)
+    pending = by("max", last_value(devices.DEVICE_ROW_REMAP, timing, 'state="pending"'), *GPU)
     return Alert(
         name=ROW_REMAP,
         component="devices",

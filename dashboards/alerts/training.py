@@ -12,7 +12,7 @@ from ...metrics.thresholds import (
 )
 from .. import recording_rules as recorded
 from ..limits import above, below, shown
-from ..promql import ON_GPU, by, increase, ratio, select, where
+from ..promql import ON_GPU, by, increase, last_value, ratio, where
 from ..timing import HOUR, MINUTE, Timing
 from .alert import DURATION, NUMBER, PERCENT, RUN, Alert, InhibitRule
 from .guards import after_new_step, after_some_steps, after_some_time, while_training
@@ -133,7 +133,7 @@ def _checkpoint_failed(timing: Timing) -> Alert:
     # An error in saving often ends the script, which serves it for a single scrape. So the last
     # value of a process counts as well, and an evaluation may follow the end of the run.
     failed = increase(training.CHECKPOINTS, timing, HOUR, 'outcome="failed"', of_ended=True)
-    active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.duration(2 * MINUTE)}]) == 1"
+    active = f"{last_value(training.RUN_ACTIVE, timing, seconds=2 * MINUTE)} == 1"
     return Alert(
         name="ZerowatchCheckpointFailed",
         component="training",

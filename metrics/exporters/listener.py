@@ -370,7 +370,7 @@ def listen(
                 listener.listen_at(other)
         break
     patience_seconds = settings.linger_seconds + PORT_PATIENCE_SECONDS
-    if not listener.ports:
+    if not listener.is_listening:
         logger.warning(
             "port %d of %s is taken and serve.strict_port is set: local rank %d serves no metrics "
             "until it is free, and tries for %.0f s; free the port or set another serve.port",

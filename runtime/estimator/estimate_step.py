@@ -296,14 +296,13 @@ def _needs_wide_master(options: DsOptions) -> str:
         return ""
     if options.mixes_masters:  # runtime/base_optimizer.py:499
         return "if both are; remove one of them"
-    if not options.offloads_optimizer:  # runtime/base_optimizer.py:507
+    if not (options.low_precision_states or options.offloads_optimizer):
+        # runtime/base_optimizer.py:507
         return (
-            ""
-            if options.low_precision_states
-            else "without zero_optimization.offload_optimizer; set that, or, for bf16, "
+            "without zero_optimization.offload_optimizer; set that, or, for bf16, "
             "bf16_optimizer_states too"
         )
-    if not _has_cpu_adam(options):  # zero/stage_1_and_2.py:331
+    if options.offloads_optimizer and not _has_cpu_adam(options):  # zero/stage_1_and_2.py:331
         return "for an offloaded optimizer other than DeepSpeed's own Adam; use AdamW"
     return ""
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...metrics.catalog import training
+from ...metrics.exporters.scrape_tracker import ASSUMED_INTERVAL_SECONDS
 from ...metrics.recorder import Recorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
-
-UNREAD_SECONDS = 60.0  # the longest usual interval between two scrapes
 
 
 class _Calls(threading.local):
@@ -72,7 +71,7 @@ class CheckpointMetrics:
 
     def failed_lately(self) -> bool:
         """Return whether saving failed within the last minute: no scrape may have read it."""
-        return time.monotonic() - self._failed_at < UNREAD_SECONDS
+        return time.monotonic() - self._failed_at < ASSUMED_INTERVAL_SECONDS
 
     def _written(self, *, saved: bool, seconds: float, began_at: float) -> None:
         recorder = self._recorder

@@ -89,7 +89,7 @@ class WatchSinks:
         self._take = wrap("logged values", _taken, is_kept=True)
         self._plain = wrap("logged values", self._plain_value, is_kept=True)
         self._append = wrap("logged values", self._append_line, BaseException, is_kept=True)
-        self._append_here = wrap("logged values", self._append_in_child, is_kept=True)
+        self._append_here = wrap("logged values", self._append_line, is_kept=True)
         self._is_forked = self._is_closed = self._has_warned = False
 
     @property
@@ -151,7 +151,7 @@ class WatchSinks:
     def continue_after_fork(self) -> None:
         """Write lines at once in a forked child, which has no thread, and may end at any moment."""
         self._is_forked = True
-        self._encoded = []  # the parent writes them
+        self._encoded, self._num_encoded_bytes = [], 0  # the parent writes them
 
     def _run(self) -> SinkRun:
         run_id = self._context.run_id()
@@ -162,20 +162,12 @@ class WatchSinks:
         log = self._log or self._open_log()
         if log is None:
             return
-        encoded = self._encode(line)
+        encoded = orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
         self._encoded.append(encoded)
         self._num_encoded_bytes += len(encoded)
-        if self._num_encoded_bytes >= BYTES_AT_ONCE:
+        if self._is_forked or self._num_encoded_bytes >= BYTES_AT_ONCE:
             self._write_lines()
         let_training_run()
-
-    def _append_in_child(self, line: Mapping[str, object]) -> None:
-        log = self._log or self._open_log()
-        if log is not None:
-            log.append_all([self._encode(line)])
-
-    def _encode(self, line: Mapping[str, object]) -> bytes:
-        return orjson.dumps(without_secrets(line), default=self._plain) + b"\n"
 
     def _warn_of_end(self) -> None:
         if self._context.settings.run_log.enabled and not self._has_warned:

@@ -28,18 +28,12 @@ STEPS, CALLS, SETTLING_STEPS = 20, 100, 60
 LARGEST = 10
 # A second-level cache of 512 KiB is simulated as the last level. Torch's Flight Recorder is small,
 # so that it is full from the first steps on, as in a long training, and no longer grows.
-CALLGRIND = (
-    *(
-        "env",
-        "PYTHONHASHSEED=0",
-        "TORCH_FR_BUFFER_SIZE=64",
-        "valgrind",
-        "--tool=callgrind",
-        "--instr-atstart=no",
-    ),
-    *("--separate-threads=yes", f"--callgrind-out-file={FOLDER}/rank-%q{{RANK}}"),
-    *("--cache-sim=yes", "--I1=32768,8,64", "--D1=32768,8,64", "--LL=524288,8,64"),
-)
+CALLGRIND = [
+    *["env", "PYTHONHASHSEED=0", "TORCH_FR_BUFFER_SIZE=64"],
+    *["valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes"],
+    *["--cache-sim=yes", "--I1=32768,8,64", "--D1=32768,8,64", "--LL=524288,8,64"],
+    f"--callgrind-out-file={FOLDER}/rank-%q{{RANK}}",
+]
 _REQUESTS = """\
 #include <valgrind/callgrind.h>
 void start(void) { CALLGRIND_START_INSTRUMENTATION; }
